@@ -21,9 +21,9 @@ from lightning_zero.config import Tier
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.engine.full import gathered_whole
 from lightning_zero.errors import DivergenceError, UnsupportedOptimizerError
-from lightning_zero.optim.groups import OwnedParameter, ParamGroups, restore_options
+from lightning_zero.optim.groups import ParamGroups, restore_options
 from lightning_zero.optim.whole import WholeState
-from lightning_zero.shards.slice import fingerprint
+from lightning_zero.shards.slice import Slice, fingerprint
 
 __all__ = ["ClosureOptimizer"]
 
@@ -35,7 +35,7 @@ class ClosureOptimizer:
     rule = "closure"
 
     def __init__(
-        self, optimizer: Optimizer, label: str, owned: Mapping[nn.Parameter, OwnedParameter], engine: ZeroEngine
+        self, optimizer: Optimizer, label: str, owned: Mapping[nn.Parameter, Slice], engine: ZeroEngine
     ) -> None:
         self.optimizer, self.label = optimizer, label
         self._members = ParamGroups(optimizer, label, owned)
@@ -106,10 +106,10 @@ class ClosureOptimizer:
         found = {entry.name: self.state.get(entry.user) for entry in self.entries}
         return {name: WholeState(values=dict(state)) for name, state in found.items() if state}
 
-    def slices_state(self, entry: OwnedParameter, key: str, shape: Sequence[int]) -> bool:
+    def slices_state(self, entry: Slice, key: str, shape: Sequence[int]) -> bool:
         return False
 
-    def steps_on_device(self, entry: OwnedParameter) -> bool:
+    def steps_on_device(self, entry: Slice) -> bool:
         return any(g.get("fused") or g.get("capturable") for g in self.optimizer.param_groups)
 
     def load_named_state(self, state: Mapping[str, WholeState], groups: Sequence[Mapping[str, Any]]) -> None:

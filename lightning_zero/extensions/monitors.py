@@ -418,7 +418,7 @@ def _expected_of(strategy: ZeroStrategy) -> StageMemory:
         # The formula knows one optimizer; of several, each counts for what this rank's part of it steps on.
         offloaded, state = plan.offload is not None and plan.offload.optimizer, 0
         for cost, optimizer in zip(costs, strategy.optimizers, strict=True):
-            shards = [entry.shard.parameter for entry in strategy.adapter(optimizer).entries]
+            shards = [entry.parameter for entry in strategy.adapter(optimizer).entries]
             state += 0 if offloaded else cost.state * sum(shard.nbytes for shard in shards if shard is not None)
         found = replace(found, rest=replace(found.rest, optimizer=state), peak=replace(found.peak, optimizer=state))
     return found

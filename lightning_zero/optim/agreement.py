@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import DivergenceError, some
-from lightning_zero.optim.groups import OwnedParameter, ParamGroups
+from lightning_zero.optim.groups import ParamGroups
 from lightning_zero.optim.hooks import kept_of
-from lightning_zero.shards.slice import fingerprint
+from lightning_zero.shards.slice import Slice, fingerprint
 
 __all__ = ["Fingerprint", "agree_on_optimizers", "agree_on_set_up", "described"]
 
@@ -226,7 +226,7 @@ def _scheduler(settings: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> 
 def agree_on_set_up(
     optimizers: Sequence[Optimizer],
     schedulers: Sequence[Mapping[str, Any]],
-    owned: Mapping[nn.Parameter, OwnedParameter],
+    owned: Mapping[nn.Parameter, Slice],
     control: ControlGroup,
 ) -> list[str]:
     """Compare optimizers and schedulers of all ranks, as ``agree_on_optimizers`` does; ``owned`` are the engine's

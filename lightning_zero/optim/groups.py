@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_zero.comm import ControlGroup
 from lightning_zero.shards.slice import Slice
 
-__all__ = ["BeforeStep", "Note", "OwnedParameter", "ParamGroups", "restore_options"]
+__all__ = ["BeforeStep", "Note", "ParamGroups", "restore_options"]
 
 
 BeforeStep = Callable[[str, Sequence[int], Callable[[ControlGroup], None], Callable[[], bool]], None]
@@ -28,21 +28,17 @@ Note = Callable[[str, int], None]
 on every rank, and a number that tells what is there now from others."""
 
 
-OwnedParameter = Slice
-"""The name that optimizers know one by."""
-
-
 class ParamGroups:
     """Finds the engine's parameters (``owned``, by the user's) in the param groups of one optimizer, which hold the
     user's between steps. What was found stays as long as groups hold the same objects."""
 
-    def __init__(self, optimizer: Optimizer, label: str, owned: Mapping[nn.Parameter, OwnedParameter]) -> None:
+    def __init__(self, optimizer: Optimizer, label: str, owned: Mapping[nn.Parameter, Slice]) -> None:
         self._optimizer = optimizer
         self._label = label
         self.owned = owned
         self._seen: list[list[nn.Parameter]] = []
         self._names: list[list[str]] | None = None
-        self.known: list[list[OwnedParameter]] | None = None
+        self.known: list[list[Slice]] | None = None
         """What ``current`` gave, as of the last look."""
 
     def names(self) -> list[list[str]]:
@@ -52,12 +48,12 @@ class ParamGroups:
             self._names = [[self._name(parameter) for parameter in group] for group in self._seen]
         return self._names
 
-    def current(self) -> list[list[OwnedParameter]]:
+    def current(self) -> list[list[Slice]]:
         """The parameters of each group: the same object as long as they are the same. Raises ``ValueError`` if one is
         not the model's, or is in a group already."""
         self._look()
         if self.known is None:
-            places: dict[OwnedParameter, int] = {}
+            places: dict[Slice, int] = {}
             for index, group in enumerate(self._seen):
                 for parameter in group:
                     entry = self.owned.get(parameter)

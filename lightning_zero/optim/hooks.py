@@ -36,9 +36,9 @@ from lightning_zero._torch import put_hooks_innermost
 from lightning_zero.comm import Collectives
 from lightning_zero.errors import UnsupportedOptimizerError
 from lightning_zero.offload.host import in_memory
-from lightning_zero.optim.groups import OwnedParameter
 from lightning_zero.optim.state import StateHomes
 from lightning_zero.optim.whole import WholeState, resharded
+from lightning_zero.shards.slice import Slice
 
 __all__ = ["Kept", "StepHooks", "holds", "keep_in_memory", "kept_of"]
 
@@ -170,7 +170,7 @@ class Kept:
         self,
         optimizer: Optimizer,
         label: str,
-        entries: Sequence[OwnedParameter],
+        entries: Sequence[Slice],
         state: Callable[[], dict[str, WholeState]],
         homes: StateHomes,
     ) -> None:
@@ -207,14 +207,12 @@ class Kept:
         self._entries.clear()
         self._handle.remove()
 
-    def state_for(
-        self, owned: Mapping[nn.Parameter, OwnedParameter], collectives: Collectives
-    ) -> dict[str, WholeState]:
+    def state_for(self, owned: Mapping[nn.Parameter, Slice], collectives: Collectives) -> dict[str, WholeState]:
         """The state by parameter name, cut as the shards of ``owned`` are now. Tensors are handed over where they fit.
         Raises ``UnsupportedOptimizerError`` on every rank, if the state was in files that are gone. Collective: every
         rank."""
         pairs = [(entry, owned[entry.user]) for entry in self._entries if entry.user in owned]
-        moved = any(new.shard is not old.shard for old, new in pairs)
+        moved = any(new is not old for old, new in pairs)
         found = {} if self._state is None else self._state()
         if self._state is None or (found and self._in_files and moved):
             raise UnsupportedOptimizerError(

@@ -40,9 +40,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero._torch import foreach_copy, untracked
-from lightning_zero.optim.groups import OwnedParameter
 from lightning_zero.optim.state import copied, covers
 from lightning_zero.plan.costs import SEGMENT_NUMEL, SMALL_NUMEL
+from lightning_zero.shards.slice import Slice
 
 _GRADIENT = attrgetter("grad")
 _NONE: dict[str, Any] = {}  # of a parameter without state; never written to
@@ -54,7 +54,7 @@ __all__ = ["Member", "Range", "Segment", "Together", "members_of"]
 class Member:
     """A shard parameter that an optimizer steps on, and the index of its param group."""
 
-    entry: OwnedParameter
+    entry: Slice
     group: int
     parameter: nn.Parameter
 
@@ -66,7 +66,7 @@ class Member:
     @property
     def start(self) -> int:
         """Its first element in the shard."""
-        return self.entry.slice.shard_start
+        return self.entry.place.shard_start
 
     @property
     def end(self) -> int:
@@ -92,13 +92,13 @@ class Range(NamedTuple):
         return self.member.group
 
 
-def members_of(groups: Sequence[Sequence[OwnedParameter]]) -> list[Member]:
+def members_of(groups: Sequence[Sequence[Slice]]) -> list[Member]:
     """The trainable parameters of each param group."""
     return [
-        Member(entry, index, entry.shard.parameter)
+        Member(entry, index, entry.parameter)
         for index, group in enumerate(groups)
         for entry in group
-        if entry.shard.parameter is not None
+        if entry.parameter is not None
     ]
 
 

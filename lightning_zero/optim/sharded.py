@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_zero.comm import Collectives
 from lightning_zero.errors import UnsupportedOptimizerError, some
 from lightning_zero.optim.agreement import Fingerprint
-from lightning_zero.optim.groups import BeforeStep, Note, OwnedParameter, ParamGroups, restore_options
+from lightning_zero.optim.groups import BeforeStep, Note, ParamGroups, restore_options
 from lightning_zero.optim.hooks import Kept, StepHooks, holds, kept_of
 from lightning_zero.optim.rules import check_offloadable, optimizer_rule, try_in_parts
 from lightning_zero.optim.segments import members_of
@@ -29,8 +29,9 @@ from lightning_zero.optim.state import SCALARS, copied, covers
 from lightning_zero.optim.stepper import Steps
 from lightning_zero.optim.visible import OptimizerView
 from lightning_zero.optim.whole import OwnedWhole, WholeState
+from lightning_zero.shards.slice import Slice
 
-__all__ = ["OwnedParameter", "ShardedOptimizer", "optimizer_rule"]
+__all__ = ["ShardedOptimizer", "optimizer_rule"]
 
 
 class ShardedOptimizer:
@@ -58,7 +59,7 @@ class ShardedOptimizer:
         self,
         optimizer: Optimizer,
         label: str,
-        owned: Mapping[nn.Parameter, OwnedParameter],
+        owned: Mapping[nn.Parameter, Slice],
         collectives: Collectives,
         before_step: BeforeStep,
         after_step: Callable[[Mapping[int, Sequence[nn.Parameter]]], None],
@@ -76,7 +77,7 @@ class ShardedOptimizer:
         """Units with parameters that this optimizer may change, in order, and these: the same on every rank."""
         self._before_step, self._after_step = before_step, after_step
         self._members = ParamGroups(optimizer, label, owned)
-        self._adopted: set[OwnedParameter] = set()
+        self._adopted: set[Slice] = set()
         self._hand_out = partial(OwnedWhole, collectives=collectives, writable=writable)
         self._whole: OwnedWhole | None = None
         steps = steps or Steps()
@@ -97,19 +98,19 @@ class ShardedOptimizer:
         return self._view.state
 
     @property
-    def groups(self) -> list[list[OwnedParameter]]:
+    def groups(self) -> list[list[Slice]]:
         """The parameters of each param group as it is now: the user may move them, or take them out. Raises
         ``ValueError`` if a group holds what is not the model's, or what is in a group already."""
         return self._view.members if self._view.entered else self._members.current()
 
     @property
-    def entries(self) -> list[OwnedParameter]:
+    def entries(self) -> list[Slice]:
         """All parameters of the optimizer, in the order of its groups."""
         return [entry for group in self.groups for entry in group]
 
     def gradients(self) -> list[Tensor]:
         """This rank's gradient slices, 1-D, of the parameters that have a gradient; also those without elements."""
-        return [gradient for gradient in map(_gradient, self.entries) if gradient is not None]
+        return [entry.gradient for entry in self.entries if entry.gradient is not None]
 
     def masters_changed(self) -> None:
         """Note that the masters were written by something other than this optimizer's step."""
@@ -208,7 +209,7 @@ class ShardedOptimizer:
             self.units.setdefault(member.entry.unit, []).append(member.entry.user)
         self._view.step_on(members, [self._stepped_on(group) for group in members])
 
-    def _stepped_on(self, members: Sequence[OwnedParameter]) -> list[nn.Parameter]:
+    def _stepped_on(self, members: Sequence[Slice]) -> list[nn.Parameter]:
         """What stands in a group during a step: shards, and before them the whole parameters that this rank owns."""
         whole = [] if self._whole is None else [p for entry in members if (p := self._whole.owned(entry)) is not None]
         return [*whole, *(entry.target for entry in members)]
@@ -219,7 +220,7 @@ class ShardedOptimizer:
             self._stepper.forget()
             self._view.take_over(self._put)
 
-    def _put(self, entry: OwnedParameter, state: dict[str, Any]) -> None:
+    def _put(self, entry: Slice, state: dict[str, Any]) -> None:
         if self._whole is None:
             self.state[entry.target] = self._view.cut(entry, state)
         elif state and (whole := self._whole.owned(entry)) is not None:
@@ -236,7 +237,7 @@ class ShardedOptimizer:
         self._take_over()
         return self._named_state_of()()
 
-    def _all_entries(self) -> Iterable[OwnedParameter]:
+    def _all_entries(self) -> Iterable[Slice]:
         """Those of the groups in their order, then what the user has taken out of them, for a while perhaps."""
         return dict.fromkeys([*self.entries, *self._members.owned.values()])
 
@@ -246,7 +247,7 @@ class ShardedOptimizer:
         if self._whole is None:
             for entry in self._all_entries():
                 if state := self.state.get(entry.target):
-                    slices = {key: value for key, value in state.items() if covers(value, entry.slice.numel)}
+                    slices = {key: value for key, value in state.items() if covers(value, entry.place.numel)}
                     values = {key: value for key, value in state.items() if key not in slices}
                     named[entry.name] = WholeState(slices, values)
             return lambda: named
@@ -258,13 +259,13 @@ class ShardedOptimizer:
             if state.slices or state.values
         }
 
-    def slices_state(self, entry: OwnedParameter, key: str, shape: Sequence[int]) -> bool:
+    def slices_state(self, entry: Slice, key: str, shape: Sequence[int]) -> bool:
         """Whether state of a full ``shape`` covers the parameter's elements, so that each rank takes its slice."""
-        if tuple(shape) != tuple(entry.shard.spec.shape):
+        if tuple(shape) != tuple(entry.spec.shape):
             return False
         return bool(shape) or (self._whole is None and key not in SCALARS)
 
-    def steps_on_device(self, entry: OwnedParameter) -> bool:
+    def steps_on_device(self, entry: Slice) -> bool:
         """Whether the step counter of a parameter belongs on its device (fused and capturable optimizers)."""
         for group, members in zip(self.optimizer.param_groups, self.groups, strict=True):
             if entry in members:
@@ -316,8 +317,3 @@ class ShardedOptimizer:
             yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())
         if self._whole is not None:
             yield from (whole for entry in self._whole.dealt if (whole := self._whole.owned(entry)) is not None)
-
-
-def _gradient(entry: OwnedParameter) -> Tensor | None:
-    parameter = entry.shard.parameter
-    return None if parameter is None else parameter.grad

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_zero._torch import TorchDispatchMode, untracked
 from lightning_zero.offload.host import in_memory
-from lightning_zero.optim.groups import OwnedParameter
+from lightning_zero.shards.slice import Slice
 
 __all__ = ["SCALARS", "ConstantState", "Kind", "StateHomes", "copied", "covers", "is_like"]
 
@@ -47,36 +47,36 @@ class StateHomes:
     lasts = True
     """Whether state is still there when the run has given up its tiers of memory."""
 
-    def slice_for(self, entry: OwnedParameter, key: str, dtype: torch.dtype) -> Tensor:
+    def slice_for(self, entry: Slice, key: str, dtype: torch.dtype) -> Tensor:
         """1-D, the elements of the parameter that are here: what to write its state to. Any content."""
         with untracked():
-            return torch.empty(entry.slice.numel, dtype=dtype, device=entry.device)
+            return torch.empty(entry.place.numel, dtype=dtype, device=entry.device)
 
-    def put(self, entry: OwnedParameter, key: str, value: Tensor) -> Tensor:
+    def put(self, entry: Slice, key: str, value: Tensor) -> Tensor:
         """A slice of state that was loaded, where it belongs; itself if it is there already."""
         return in_memory(value)
 
     def release(self) -> None:
         """Let another optimizer of the same run have the room. State that is still there must not be used."""
 
-    def adopt(self, entry: OwnedParameter, state: MutableMapping[str, Any]) -> dict[str, Any]:
+    def adopt(self, entry: Slice, state: MutableMapping[str, Any]) -> dict[str, Any]:
         """State that was made for a whole parameter, cut to this rank's slice and put in its place. ``state`` is
         emptied, so that nothing is kept twice."""
         adopted: dict[str, Any] = {}
         with untracked():
             for key in list(state):
                 value = state.pop(key)
-                if is_like(key, value, entry.shard.spec.shape):
+                if is_like(key, value, entry.spec.shape):
                     value = self._cut(entry, key, value)
                 elif isinstance(value, Tensor) and entry.flat.rest.offloaded:
                     value = value.detach().to(entry.device)
                 adopted[key] = value
         return adopted
 
-    def _cut(self, entry: OwnedParameter, key: str, value: Tensor) -> Tensor:
-        place, numel = self.slice_for(entry, key, value.dtype), entry.slice.numel
+    def _cut(self, entry: Slice, key: str, value: Tensor) -> Tensor:
+        place, numel = self.slice_for(entry, key, value.dtype), entry.place.numel
         if value.numel() <= 1 or any(value.stride()):
-            place.copy_(value.detach().reshape(-1).narrow(0, entry.shard.start if numel else 0, numel))
+            place.copy_(value.detach().reshape(-1).narrow(0, entry.start if numel else 0, numel))
         else:  # one element stands for all
             place.fill_(value[(0,) * value.dim()].item())
         return place

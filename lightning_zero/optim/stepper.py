@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero._torch import bare_step, untracked
-from lightning_zero.optim.groups import OwnedParameter
 from lightning_zero.optim.segments import Member, Range, Segment, Together
 from lightning_zero.optim.state import Kind, StateHomes, copied, covers
 from lightning_zero.plan.costs import SEGMENT_NUMEL, SMALL_NUMEL
+from lightning_zero.shards.slice import Slice
 
 __all__ = ["RANGE_NUMEL", "Memory", "SegmentStep", "Stepper", "Steps"]
 
@@ -277,7 +277,7 @@ class Stepper:
             windows.setdefault(0 if self.steps.range_numel is None else member.entry.unit, []).append(member)
         self._windows = dict(sorted(windows.items()))
 
-    def take_over(self, groups: Sequence[Sequence[OwnedParameter]], take: Callable[[], None]) -> None:
+    def take_over(self, groups: Sequence[Sequence[Slice]], take: Callable[[], None]) -> None:
         """Call ``take``, which puts state where it belongs, when there is room for that of new parameters in groups."""
         take()
 

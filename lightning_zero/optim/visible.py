@@ -22,14 +22,14 @@ from torch.optim import Optimizer
 
 from lightning_zero.errors import ParameterAccessError, UnsupportedOptimizerError
 from lightning_zero.offload.host import OffloadedTensor
-from lightning_zero.optim.groups import Note, OwnedParameter
+from lightning_zero.optim.groups import Note
 from lightning_zero.optim.state import StateHomes, copied, covers
 from lightning_zero.shards.sharded import ShardedTensor, Source
-from lightning_zero.shards.slice import fingerprint
+from lightning_zero.shards.slice import Slice, fingerprint
 
 __all__ = ["OptimizerView", "ParameterState", "VisibleState"]
 
-Put = Callable[[OwnedParameter, dict[str, Any]], None]
+Put = Callable[[Slice, dict[str, Any]], None]
 _ADVICE = (
     "To read it whole: `lightning_zero.full_optimizer_state(module, name, key)`, on every rank. To read or change this "
     "rank's slice: `lightning_zero.local_slices(module)`. To save it: `trainer.save_checkpoint`. `optimizer.state[p]` "
@@ -40,7 +40,7 @@ _ADVICE = (
 class _State(Source):
     """One tensor of an optimizer's state for a parameter, as long as it is the state."""
 
-    def __init__(self, entry: OwnedParameter, key: str, current: Callable[[], bool]) -> None:
+    def __init__(self, entry: Slice, key: str, current: Callable[[], bool]) -> None:
         super().__init__(f"optimizer state '{key}' of '{entry.name}'", _ADVICE, place=entry)
         self._current = current
 
@@ -127,11 +127,11 @@ class ParameterState(dict[str, Any]):
     ordinary one."""
 
     def __new__(cls, *args: Any) -> Any:
-        return super().__new__(cls) if len(args) == 2 and isinstance(args[0], OwnedParameter) else dict(*args)
+        return super().__new__(cls) if len(args) == 2 and isinstance(args[0], Slice) else dict(*args)
 
-    def __init__(self, entry: OwnedParameter, inner: dict[str, Any]) -> None:
+    def __init__(self, entry: Slice, inner: dict[str, Any]) -> None:
         def shown(key: str, value: Any) -> Any:
-            if not covers(value, entry.slice.numel):
+            if not covers(value, entry.place.numel):
                 return value
             source = _State(entry, key, lambda: inner.get(key) is value)
             return ShardedTensor(value, entry.user.shape, source, entry.user.device)
@@ -151,7 +151,7 @@ class ParameterState(dict[str, Any]):
         return dict, (dict(self),)
 
 
-def _refuse(entry: OwnedParameter, problem: str) -> NoReturn:
+def _refuse(entry: Slice, problem: str) -> NoReturn:
     raise ParameterAccessError(f"The optimizer state of '{entry.name}' shows slices: {problem}. {_ADVICE}")
 
 
@@ -166,7 +166,7 @@ class OptimizerView:
         self,
         optimizer: Optimizer,
         label: str,
-        owned: Mapping[nn.Parameter, OwnedParameter],
+        owned: Mapping[nn.Parameter, Slice],
         homes: StateHomes,
         note: Note,
         whole: bool,
@@ -184,7 +184,7 @@ class OptimizerView:
         self._fixed = isinstance(state, property) and state.fset is None
         self._taken = False
         self._visible = VisibleState(self, optimizer.state)
-        self.members: list[list[OwnedParameter]] = []
+        self.members: list[list[Slice]] = []
         """The parameters of each group that ``enter`` puts there."""
         self._lists: list[list[nn.Parameter]] = []
         self._stepped: list[nn.Parameter] | None = None  # what `pass_over` got
@@ -207,7 +207,7 @@ class OptimizerView:
         state: Any = self._optimizer.state
         return self._held is None and (not self._taken if self._fixed else state is not self._visible)
 
-    def entry(self, key: object) -> OwnedParameter | None:
+    def entry(self, key: object) -> Slice | None:
         """The parameter that a key of the state is."""
         return self._owned.get(key) if isinstance(key, nn.Parameter) else None
 
@@ -219,12 +219,12 @@ class OptimizerView:
                 "anywhere: `lightning_zero.full_optimizer_state(module, name, key)`, on every rank."
             )
 
-    def note(self, entry: OwnedParameter, key: str, value: Any = None) -> None:
+    def note(self, entry: Slice, key: str, value: Any = None) -> None:
         """Note that user code took a value out, or put one there."""
         value = value.history if isinstance(value, ShardedTensor) else value
         self._note(f"the optimizer state '{key}' of '{entry.name}'", fingerprint(value))
 
-    def step_on(self, members: list[list[OwnedParameter]], lists: list[list[nn.Parameter]]) -> None:
+    def step_on(self, members: list[list[Slice]], lists: list[list[nn.Parameter]]) -> None:
         """Say what groups hold in a step from now on: their parameters, and what the optimizer steps on for these."""
         self.members, self._lists, self._stepped = members, lists, None
         self.users.update((entry.target, entry.user) for group in members for entry in group)
@@ -307,7 +307,7 @@ class OptimizerView:
             self.users[entry.target] = key
             put(entry, values)
 
-    def cut(self, entry: OwnedParameter, state: dict[str, Any]) -> dict[str, Any]:
+    def cut(self, entry: Slice, state: dict[str, Any]) -> dict[str, Any]:
         """This rank's slices of a parameter's state, whole or as it is shown, in their places. ``state`` is emptied."""
         keys, sliced = list(state), {}
         for key in keys:

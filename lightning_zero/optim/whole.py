@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from lightning_zero._torch import tree_map_only, untracked
 from lightning_zero.comm import Collectives
-from lightning_zero.optim.groups import OwnedParameter
 from lightning_zero.plan.buckets import ROUND_NBYTES, Piece, deal_out, plan_rounds
+from lightning_zero.shards.slice import Slice
 
 __all__ = ["OwnedWhole", "WholeEntry", "WholeParameters", "WholeState", "resharded", "whole_entries"]
 
@@ -49,15 +49,9 @@ class WholeEntry:
         return self.shard.dtype
 
 
-def whole_entries(entries: Sequence[OwnedParameter], world_size: int) -> list[WholeEntry]:
+def whole_entries(entries: Sequence[Slice], world_size: int) -> list[WholeEntry]:
     """What ``WholeParameters`` has to know of each of these parameters."""
-    slices = {id(entry.layout): [entry.layout.slices(rank) for rank in range(world_size)] for entry in entries}
-    found = []
-    for entry in entries:
-        parts = [of_rank[entry.position] for of_rank in slices[id(entry.layout)]]
-        ranges = [(part.parameter_start, part.numel) for part in parts]
-        found.append(WholeEntry(tuple(entry.shard.spec.shape), entry.shard.data, ranges))
-    return found
+    return [WholeEntry(tuple(e.spec.shape), e.data, e.ranges(world_size)) for e in entries]
 
 
 @dataclass(frozen=True)
@@ -276,7 +270,7 @@ class OwnedWhole:
     With ``writable`` the masters may be written to at any time, so the whole parameters are loaded before every step.
     """
 
-    def __init__(self, entries: Sequence[OwnedParameter], collectives: Collectives, writable: bool) -> None:
+    def __init__(self, entries: Sequence[Slice], collectives: Collectives, writable: bool) -> None:
         self.dealt = {entry: place for place, entry in enumerate(entries)}
         """What is whole at owners, and its place there."""
         self.parameters = WholeParameters(whole_entries(entries, collectives.world_size), collectives)
@@ -285,7 +279,7 @@ class OwnedWhole:
         self._writable = writable
         self._hidden: list[tuple[nn.Parameter, Tensor | None]] = []
 
-    def owned(self, entry: OwnedParameter) -> nn.Parameter | None:
+    def owned(self, entry: Slice) -> nn.Parameter | None:
         """The whole parameter, if this rank owns it."""
         return self.parameters.whole(self.dealt[entry])
 
@@ -294,7 +288,7 @@ class OwnedWhole:
         self.parameters.load()
         self.stale = False
 
-    def begin(self, members: Sequence[OwnedParameter]) -> None:
+    def begin(self, members: Sequence[Slice]) -> None:
         """Give owners what their step needs, and hide the gradients of ``members``. Collective: every rank."""
         if self.stale or self._writable:
             self.load()
@@ -320,7 +314,7 @@ class OwnedWhole:
 
 def resharded(
     state: Sequence[WholeState],
-    pairs: Sequence[tuple[OwnedParameter, OwnedParameter]],
+    pairs: Sequence[tuple[Slice, Slice]],
     collectives: Collectives,
     device: torch.device,
 ) -> list[WholeState]:

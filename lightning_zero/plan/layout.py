@@ -242,14 +242,16 @@ class FlatLayout:
 
         Costs O(parameters), whatever their size.
         """
+        return tuple(self.slice_of(position, rank) for position in range(len(self.parameters)))
+
+    def slice_of(self, position: int, rank: int) -> ShardSlice:
+        """What the rank owns of one parameter."""
+        spec, offset = self.parameters[position], self.offsets[position]
         shard_start, shard_end = self.shard_range(rank)
-        found = []
-        for spec, offset in zip(self.parameters, self.offsets, strict=True):
-            first = min(max(shard_start, offset), offset + spec.numel)
-            last = min(max(shard_end, offset), offset + spec.numel)
-            place = min(max(first, shard_start), shard_end) - shard_start
-            found.append(ShardSlice(spec.name, first - offset, place, last - first))
-        return tuple(found)
+        first = min(max(shard_start, offset), offset + spec.numel)
+        last = min(max(shard_end, offset), offset + spec.numel)
+        place = min(max(first, shard_start), shard_end) - shard_start
+        return ShardSlice(spec.name, first - offset, place, last - first)
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """``(start, end)`` element ranges that belong to no parameter, in order: alignment gaps and the tail padding.

@@ -14,9 +14,10 @@ from lightning_zero.checkpoint import FlatShard, StoredTensor
 from lightning_zero.checkpoint.format.stored import read_slices
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import some
-from lightning_zero.optim.sharded import OwnedParameter, ShardedOptimizer
+from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.optim.whole import WholeState
 from lightning_zero.session.names import unmoved, unwrapped
+from lightning_zero.shards.slice import Slice
 
 __all__ = ["OptimizerState"]
 
@@ -32,8 +33,8 @@ class OptimizerState:
         # In a checkpoint parameters are called what the module calls them now: user code may have put one elsewhere
         # since set-up (`register_parametrization`, a wrapper around its layer).
         now = {parameter: name for name, parameter in engine.module.named_parameters()}
-        self._names: dict[OwnedParameter, str] = {
-            entry: unwrapped(now.get(entry.user, entry.shard.spec.name)) for entry in optimizer.entries
+        self._names: dict[Slice, str] = {
+            entry: unwrapped(now.get(entry.user, entry.name)) for entry in optimizer.entries
         }
 
     def save(self) -> dict[str, Any]:
@@ -43,7 +44,7 @@ class OptimizerState:
         ``KeyError``. Collective: every rank, for an optimizer with whole parameters; local otherwise.
         """
         label = self._optimizer.label
-        entries = {entry.shard.spec.name: entry for entry in self._optimizer.entries}
+        entries = {entry.name: entry for entry in self._optimizer.entries}
         state = {}
         for name, parts in self._optimizer.named_state().items():
             if name not in entries:
@@ -52,7 +53,7 @@ class OptimizerState:
                     "could take it. Put the parameter back into a group, or delete its state, before you save: "
                     f"`del optimizer.state[parameter]`."
                 )
-            shard = entries[name].shard
+            shard = entries[name]
             wrapped = {key: FlatShard(part, shard.spec.shape, shard.start) for key, part in parts.slices.items()}
             state[self._names[entries[name]]] = {**parts.values, **wrapped}
         groups = [
@@ -110,7 +111,7 @@ class OptimizerState:
             slices: list[tuple[Tensor, int, Tensor]] = []
             for name, values in found.items():
                 stored = (weights or {}).get(name)
-                state[entries[name].shard.spec.name] = self._taken(entries[name], values, stored, slices)
+                state[entries[name].name] = self._taken(entries[name], values, stored, slices)
             read_slices(slices)
 
         self._engine.control.together(f"load the state of {label}", read)
@@ -137,7 +138,7 @@ class OptimizerState:
                 )
             names.update(zip(keys, chain.from_iterable(own_names), strict=True))
         for entry in self._optimizer.entries:
-            names.update((unwrapped(alias), self._names[entry]) for alias in entry.shard.spec.aliases)
+            names.update((unwrapped(alias), self._names[entry]) for alias in entry.spec.aliases)
         own = set(chain.from_iterable(own_names))
         for name, value in weights.items():
             if isinstance(value, StoredTensor) and unwrapped(name) in own:
@@ -153,9 +154,9 @@ class OptimizerState:
 
         return rename
 
-    def _misfit(self, entry: OwnedParameter, values: Mapping[str, Any]) -> str | None:
+    def _misfit(self, entry: Slice, values: Mapping[str, Any]) -> str | None:
         """What is wrong with the shapes of a parameter's state; only known of elementwise optimizers."""
-        shape = tuple(entry.shard.spec.shape)
+        shape = tuple(entry.spec.shape)
         if self._optimizer.rule == "elementwise":
             for key, value in values.items():
                 if isinstance(value, Tensor) and value.dim() and tuple(value.shape) != shape:
@@ -163,10 +164,10 @@ class OptimizerState:
         return None
 
     def _taken(
-        self, entry: OwnedParameter, values: Mapping[str, Any], weight: Any, slices: list[tuple[Tensor, int, Tensor]]
+        self, entry: Slice, values: Mapping[str, Any], weight: Any, slices: list[tuple[Tensor, int, Tensor]]
     ) -> WholeState:
         """One parameter's state: what is whole is read; where its slices are to be read goes to ``slices``."""
-        data = entry.shard.data
+        data = entry.data
         into = WholeState()
         for key, value in values.items():
             if not isinstance(value, Tensor):
@@ -176,7 +177,7 @@ class OptimizerState:
             dtype = data.dtype if as_weight and value.is_floating_point() else value.dtype
             if self._optimizer.slices_state(entry, key, value.shape):
                 into.slices[key] = self._optimizer.homes.slice_for(entry, key, dtype)
-                slices.append((value, entry.shard.start, into.slices[key]))
+                slices.append((value, entry.start, into.slices[key]))
             else:
                 loaded = _read_whole(value)
                 # As torch's own loading does: step counters live on the host unless the optimizer's kernels read them.

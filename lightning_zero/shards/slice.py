@@ -113,7 +113,7 @@ class Slice:
 
     def ranges(self, world_size: int) -> list[tuple[int, int]]:
         """Of every rank, the first element that it holds, and how many it holds."""
-        places = [self.layout.slices(rank)[self.position] for rank in range(world_size)]
+        places = [self.layout.slice_of(self.position, rank) for rank in range(world_size)]
         return [(place.parameter_start, place.numel) for place in places]
 
     def of(self, whole: Tensor) -> Tensor:
@@ -128,16 +128,6 @@ class Slice:
         """Make the elements, wherever they are, these: 1-D. Raises ``OffloadError`` if a disk failed."""
         with untracked():
             self.data.copy_(values)
-
-    # Names that optimizers used for what was another class.
-
-    @property
-    def shard(self) -> Slice:
-        return self
-
-    @property
-    def slice(self) -> ShardSlice:
-        return self.place
 
 
 def cut(shard: Tensor, pieces: Sequence[ShardSlice]) -> list[Tensor]:

@@ -16,11 +16,10 @@ from lightning_zero.errors import OffloadError
 from lightning_zero.extensions.nvme import FileSteps
 from lightning_zero.extensions.nvme.files import FileTensor, fill_from
 from lightning_zero.extensions.nvme.store import NvmeStore
-from lightning_zero.optim.groups import OwnedParameter
 from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.optim.stepper import Steps
 from lightning_zero.plan import FlatLayout, ParameterSpec, Rest
-from lightning_zero.shards.slice import FlatParameters
+from lightning_zero.shards.slice import FlatParameters, Slice
 
 # Two layouts in unit 0, one in each of the others; sizes around windows (4096 elements), shards and alignment.
 SHAPES: tuple[tuple[tuple[int, ...], ...], ...] = (
@@ -110,7 +109,7 @@ class Rig:
         self._always = always
         units = parameters_of(dtype)
         self.parameters = [parameter for unit in units for parameter in unit]
-        self.owned: dict[nn.Parameter, OwnedParameter] = {}
+        self.owned: dict[nn.Parameter, Slice] = {}
         self.flats: list[FlatParameters] = []
         for index, unit in enumerate(units):
             halves = [unit[:2], unit[2:]] if index == 0 else [unit]
@@ -171,9 +170,9 @@ class Rig:
         """This rank's slices of the gradients of a step."""
         for index, (parameter, entry) in enumerate(self.owned.items()):
             gradient = gradient_of(parameter, index, step, self._always)
-            shard = entry.shard.parameter
+            shard = entry.parameter
             assert shard is not None
-            piece = entry.slice
+            piece = entry.place
             begin = piece.parameter_start if piece.numel else 0
             shard.grad = None if gradient is None else gradient.reshape(-1).narrow(0, begin, piece.numel).clone()
 
@@ -184,15 +183,15 @@ class Rig:
 
     def masters(self) -> list[Tensor]:
         """This rank's slices of all parameters."""
-        data = [entry.shard.data for entry in self.owned.values()]
+        data = [entry.data for entry in self.owned.values()]
         return [tensor.read() if isinstance(tensor, FileTensor) else tensor.clone() for tensor in data]
 
     def state(self) -> list[dict[str, Any]]:
         """The optimizer's state of all parameters, in memory."""
         found = []
         for entry in self.owned.values():
-            assert entry.shard.parameter is not None
-            state = self.adapter.state.get(entry.shard.parameter, {})
+            assert entry.parameter is not None
+            state = self.adapter.state.get(entry.parameter, {})
             found.append({k: v.read() if isinstance(v, FileTensor) else v for k, v in state.items()})
         return found
 
@@ -228,7 +227,7 @@ class Whole:
     def unlike(self, rig: Rig) -> list[str]:
         """What of the parameters and of the state differs from the rig's."""
         found = []
-        slices = [(entry.slice.parameter_start, entry.slice.numel) for entry in rig.owned.values()]
+        slices = [(entry.place.parameter_start, entry.place.numel) for entry in rig.owned.values()]
         rows = zip(self.parameters, slices, rig.masters(), rig.state(), strict=True)
         for index, (parameter, (start, numel), master, state) in enumerate(rows):
 

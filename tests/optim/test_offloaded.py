@@ -227,9 +227,9 @@ def test_groups_that_the_user_changes(tier: Tier, rig_of: RigOf) -> None:
         whole.step(step)
         rig.step(step)
         assert whole.unlike(rig) == []
-    names = [entry.shard.spec.name for entry in rig.owned.values()]
+    names = [entry.name for entry in rig.owned.values()]
     left = [names[i] for i, p in enumerate(whole.parameters) if p in set(whole.optimizer.param_groups[0]["params"])]
-    assert sorted(entry.shard.spec.name for entry in rig.adapter.groups[0]) == sorted(left)
+    assert sorted(entry.name for entry in rig.adapter.groups[0]) == sorted(left)
     assert list(rig.adapter.units) == sorted({entry.unit for entry in rig.adapter.groups[0]})
 
 
@@ -274,7 +274,7 @@ def test_step_hooks_and_schedulers_see_one_step(tier: Tier, rig_of: RigOf) -> No
 
     def halve(which: str) -> Callable[..., None]:
         def hook(optimizer: Optimizer, *_: Any) -> None:
-            shards = (e.shard.parameter for e in rig.owned.values())  # what a binding shows of them, without an engine
+            shards = (e.parameter for e in rig.owned.values())  # what a binding shows of them, without an engine
             held = rig.parameters if optimizer is rig.optimizer else whole.parameters
             assert {id(p) for group in optimizer.param_groups for p in group["params"]} == set(map(id, held))
             gradients = [p.grad for p in (shards if optimizer is rig.optimizer else held) if p.grad is not None]
@@ -316,7 +316,7 @@ def test_gradients_and_groups_are_as_before_a_step(tier: Tier, rig_of: RigOf) ->
     rate = torch.tensor(0.01)
     rig = rig_of(lambda p: optim.Adam(two_groups(p), lr=rate, foreach=False), tier)
     rig.set_gradients(0)
-    shards = [entry.shard.parameter for entry in rig.owned.values()]
+    shards = [entry.parameter for entry in rig.owned.values()]
     groups = [(id(group), dict(group), list(group["params"])) for group in rig.optimizer.param_groups]
     gradients = [(id(shard.grad), None if shard.grad is None else shard.grad.clone()) for shard in shards]
     rig.optimizer.step()
@@ -390,7 +390,7 @@ def test_an_optimizer_that_raises_publishes_all_units_and_agrees(
         rig.step(1)
     assert rig.stepped == [0, 1, 2]
     assert [type(failure) for failure in rig.agreed[agreements:]] == [ArithmeticError]
-    shards = [entry.shard.parameter for entry in rig.owned.values()]
+    shards = [entry.parameter for entry in rig.owned.values()]
     assert any(shard.grad is not None for shard in shards)
     users = {id(parameter) for parameter in rig.parameters}
     assert {id(p) for group in rig.optimizer.param_groups for p in group["params"]} == users
@@ -485,7 +485,7 @@ def test_state_goes_from_one_tier_to_the_other(tier: Tier, rig_of: RigOf) -> Non
         source.step(step)
     target = rig_of(adam, tier, 1, 2)
     for ours, theirs in zip(target.owned.values(), source.owned.values(), strict=True):
-        fill_from(ours.shard.data, theirs.shard.data)
+        fill_from(ours.data, theirs.data)
     groups = [{**group, "lr": 0.5, "capturable": True} for group in source.optimizer.param_groups]
     for optimizer in (whole.optimizer, source.optimizer):
         for group in optimizer.param_groups:
@@ -533,8 +533,8 @@ def test_no_state_is_kept_while_other_state_is_read(tier: Tier, rig_of: RigOf) -
     assert not any(held() is not None for held in before)
     for entry in rig.owned.values():
         place = rig.adapter.homes.slice_for(entry, "exp_avg", torch.float32)
-        assert (place.shape, place.dtype) == ((entry.slice.numel,), torch.float32)
-        assert isinstance(place, FileTensor) == (tier is Tier.DISK and entry.slice.numel > 0)
+        assert (place.shape, place.dtype) == ((entry.place.numel,), torch.float32)
+        assert isinstance(place, FileTensor) == (tier is Tier.DISK and entry.place.numel > 0)
     assert room == (rig.store.nbytes_on_disk if rig.store else 0)
 
 

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from lightning_zero.comm import Groups, Streams, choose_collectives
 from lightning_zero.config import Tier
-from lightning_zero.optim.groups import OwnedParameter
 from lightning_zero.optim.whole import WholeState, resharded
 from lightning_zero.plan import FlatLayout, ParameterSpec, Rest
-from lightning_zero.shards.slice import FlatParameters
+from lightning_zero.shards.slice import FlatParameters, Slice
 from tests.helpers.world import run_world
 
 REST = Rest(master=Tier.DEVICE, weights=None, gradients=Tier.DEVICE, state=Tier.DEVICE)
@@ -19,8 +18,8 @@ SHAPES = [(70, 3), (130,), (), (0, 3), (1000,), (1,), (65,)]
 CUTS = {"together": [range(7)], "one by one": [[i] for i in range(7)], "mixed": [[4, 2, 0], [1, 3], [6, 5]]}
 
 
-def entries_of(cut: str, rank: int, world_size: int) -> list[OwnedParameter]:
-    found: dict[int, OwnedParameter] = {}
+def entries_of(cut: str, rank: int, world_size: int) -> list[Slice]:
+    found: dict[int, Slice] = {}
     for unit, members in enumerate(CUTS[cut]):
         specs = [ParameterSpec(f"p{i}", (), SHAPES[i], torch.float32, True) for i in members]
         layout = FlatLayout.build(specs, world_size, compute_dtype=torch.float32, reduce_dtype=torch.float32)
@@ -31,9 +30,9 @@ def entries_of(cut: str, rank: int, world_size: int) -> list[OwnedParameter]:
     return [found[index] for index in range(len(SHAPES))]
 
 
-def state_of(index: int, entry: OwnedParameter) -> WholeState:
+def state_of(index: int, entry: Slice) -> WholeState:
     """Values that tell parameter, kind and element; some parameters have one kind only, or none."""
-    numel, piece = entry.shard.spec.numel, entry.slice
+    numel, piece = entry.spec.numel, entry.place
 
     def cut(values: Tensor) -> Tensor:
         return values.narrow(0, piece.parameter_start if piece.numel else 0, piece.numel).clone()

@@ -155,7 +155,7 @@ def test_no_rank_has_stepped_when_ranks_differ() -> None:
 
         def act(module: Custom, optimizer: Any) -> None:
             adapter = module.trainer.strategy.adapter(optimizer)
-            shards = [entry.shard.parameter for entry in adapter.entries]
+            shards = [entry.parameter for entry in adapter.entries]
             before.append(torch.cat([p.detach().clone() for p in shards]))
             module.shards = shards
             if len(before) == 2:

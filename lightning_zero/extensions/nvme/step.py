@@ -34,12 +34,11 @@ from lightning_zero.extensions.nvme.files import FileTensor, fill_from
 from lightning_zero.extensions.nvme.pipeline import Request
 from lightning_zero.extensions.nvme.store import WINDOW_ALIGNMENT, NvmeStore
 from lightning_zero.offload.host import padded_nbytes
-from lightning_zero.optim.groups import OwnedParameter
 from lightning_zero.optim.segments import Member, Range
 from lightning_zero.optim.state import Kind, StateHomes, covers, is_like
 from lightning_zero.optim.stepper import Memory, Stepper, Steps
 from lightning_zero.plan import ALIGNMENT
-from lightning_zero.shards.slice import FlatParameters
+from lightning_zero.shards.slice import FlatParameters, Slice
 
 __all__ = ["FileHomes", "FileStepper", "FileSteps", "probe_state"]
 
@@ -64,12 +63,12 @@ class FileHomes(StateHomes):
         self._expected: dict[tuple[int, torch.dtype], list[Kind]] = {}
         weakref.finalize(optimizer, _give_back, weakref.ref(store), self._regions).atexit = False
 
-    def slice_for(self, entry: OwnedParameter, key: str, dtype: torch.dtype) -> Tensor:
+    def slice_for(self, entry: Slice, key: str, dtype: torch.dtype) -> Tensor:
         if _in_file(entry):
             return self.part(entry, Kind(key, dtype))
         return super().slice_for(entry, key, dtype)
 
-    def put(self, entry: OwnedParameter, key: str, value: Tensor) -> Tensor:
+    def put(self, entry: Slice, key: str, value: Tensor) -> Tensor:
         if not _in_file(entry):
             return super().put(entry, key, value)
         place = self.part(entry, Kind(key, value.dtype))
@@ -87,7 +86,7 @@ class FileHomes(StateHomes):
     def reserve(
         self,
         optimizer: Optimizer,
-        groups: Sequence[Sequence[OwnedParameter]],
+        groups: Sequence[Sequence[Slice]],
         check_room: Callable[[int], None],
     ) -> None:
         """Allocate what the optimizer will need for the parameters of each group that are new, so that a full disk is
@@ -97,7 +96,7 @@ class FileHomes(StateHomes):
             (entry.flat, kind): entry.flat.layout.shard_numel
             for index, group in enumerate(groups)
             for entry in group
-            if entry.shard.parameter is not None and _in_file(entry)
+            if entry.parameter is not None and _in_file(entry)
             for kind in self.expected(optimizer, entry.flat, index)
         }
         missing = {place: numel for place, numel in wanted.items() if place not in self._regions}
@@ -126,14 +125,14 @@ class FileHomes(StateHomes):
             self._regions[flat, kind] = found
         return self._regions[flat, kind]
 
-    def part(self, entry: OwnedParameter, kind: Kind) -> FileTensor:
+    def part(self, entry: Slice, kind: Kind) -> FileTensor:
         """1-D: the elements of a region that belong to one parameter."""
-        return self.region(entry.flat, kind).part(entry.slice.shard_start, entry.slice.numel)
+        return self.region(entry.flat, kind).part(entry.place.shard_start, entry.place.numel)
 
 
-def _in_file(entry: OwnedParameter) -> bool:
+def _in_file(entry: Slice) -> bool:
     """Whether state of a parameter belongs in a file: not that of a frozen one that stays on the device."""
-    return entry.flat.rest.state is Tier.DISK and entry.slice.numel > 0
+    return entry.flat.rest.state is Tier.DISK and entry.place.numel > 0
 
 
 def _give_back(weak_store: weakref.ref[NvmeStore], regions: Regions) -> None:
@@ -251,7 +250,7 @@ class FileStepper(Stepper):
         super().__init__(optimizer, steps)
         self._files, self._homes = steps, homes
 
-    def take_over(self, groups: Sequence[Sequence[OwnedParameter]], take: Callable[[], None]) -> None:
+    def take_over(self, groups: Sequence[Sequence[Slice]], take: Callable[[], None]) -> None:
         failure: OffloadError | None = None
         try:
             self._homes.reserve(self._optimizer, groups, self._files.check_room)
