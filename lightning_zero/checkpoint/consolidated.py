@@ -14,12 +14,13 @@ from __future__ import annotations
 import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from lightning_zero.checkpoint.format.stored import StoredTensor
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
 from lightning_zero.checkpoint.format.typed_json import Decoder, is_plain
 from lightning_zero.checkpoint.load import open_checkpoint
-from lightning_zero.checkpoint.save import SUMMARY_KEY, Divided, divide
+from lightning_zero.checkpoint.save import SUMMARY_KEY, divide
 from lightning_zero.checkpoint.storage.files import is_remote, local_output, local_path, open_folder
 from lightning_zero.checkpoint.storage.publish import StagedFile
 from lightning_zero.checkpoint.writing import Pieces, combine, progress_bar, write_bytes
@@ -53,7 +54,7 @@ __all__ = [
     "refuse_overlap",
     "save_consolidated_file",
     "warn_of_excluded",
-    "write_files",
+    "write_export",
 ]
 
 RANDOM_KEY = "random_state"
@@ -74,15 +75,6 @@ _TRAINING_STATE = ("optimizer_states", "lr_schedulers", "callbacks", "ZeroPrecis
 # ------------------------------------------------------------------------------------------------- saved by all ranks
 
 
-class _Part(NamedTuple):
-    """A range of a storage that a rank wrote, in bytes."""
-
-    key: str
-    start: int
-    nbytes: int
-    crc32: int
-
-
 def save_consolidated_file(
     checkpoint: Mapping[str, Any],
     path: str | os.PathLike[str],
@@ -101,116 +93,76 @@ def save_consolidated_file(
     Collective: every rank.
     """
     what = f"save the checkpoint file '{os.fspath(path)}'"
-    divided = divide(checkpoint, control, what, _tied)
-    export = _Export(divided, control.rank)
-    others = [pair for pairs in control.together(what, export.only_here) for pair in pairs]
-    try:
-        told = control.together(what, lambda: export.lay_out(others, path, plan_summary))[0]
-        parts = control.together(what, lambda: export.write(*told))  # type: ignore[misc]
-        control.together(what, lambda: export.complete(parts))
-    finally:
-        if export.file is not None:
-            export.file.discard()
+    leaves, rest, own, tied = divide(checkpoint, control, what, _tied)
+    # The name of a tied tensor -> the name its elements are stored under.
+    shared: dict[str, str] = {key: keys[0] for groups in tied for keys in groups for key in keys[1:]}
 
-
-class _Export:
-    """One save, on one rank: its steps, none of which communicates."""
-
-    def __init__(self, divided: Divided, rank: int) -> None:
-        self._leaves, self._rest, self._own, tied = divided
-        self._rank = rank
-        self._layout: TorchFile | None = None  # on rank 0
-        self.file: StagedFile | None = None  # on rank 0
-        # The name of a tied tensor -> the name its elements are stored under.
-        self._shared: dict[str, str] = {key: keys[0] for groups in tied for keys in groups for key in keys[1:]}
-
-    def only_here(self) -> list[tuple[tuple[Any, ...], Any]]:
-        """Path and value, or hole, of what this rank owns in place of rank 0."""
-        return [self._outline(self._leaves[key]) for key in self._leaves if key in self._own and self._rank != 0]
-
-    def _outline(self, leaf: Leaf) -> tuple[tuple[Any, ...], Any]:
+    def outline(leaf: Leaf) -> tuple[tuple[Any, ...], Any]:
+        """Path and value of a leaf, or a hole for elements that are written apart from the rest."""
         value = leaf.value
-        if leaf.is_container:
-            return leaf.path, {}
-        if isinstance(value, FlatShard) or (is_plain(value) and self._rank != 0):
-            return leaf.path, Hole(self._shared.get(leaf.key, leaf.key), value.dtype, value.shape)
-        return leaf.path, value
+        if isinstance(value, FlatShard) or (is_plain(value) and control.rank != 0):
+            value = Hole(shared.get(leaf.key, leaf.key), value.dtype, value.shape)
+        return leaf.path, {} if leaf.is_container else value
 
-    def lay_out(
-        self,
-        others: list[tuple[tuple[Any, ...], Any]],
-        path: str | os.PathLike[str],
-        plan_summary: Mapping[str, Any] | None,
-    ) -> tuple[str, dict[str, int]] | None:
-        """Rank 0: make the file. Returns its temporary name, and where each hole begins."""
-        if self._rank != 0:
+    def held() -> Iterator[_Held]:
+        for key, leaf in leaves.items():
+            value, stored = leaf.value, shared.get(key, key)
+            if isinstance(value, FlatShard):
+                if stored not in leaves or _identity(value) != _identity(leaves[stored].value):
+                    raise ValueError(f"'{key}' and '{stored}' are the same memory on other ranks, but not here")
+                if stored == key:
+                    yield key, value.start * value.dtype.itemsize, value.local.nbytes, value.local
+            elif key in own and is_plain(value) and control.rank != 0:
+                yield key, 0, value.nbytes, value
+        for made in files:
+            yield from (part for part in made.parts if isinstance(part[-1], Tensor))
+
+    def lay_out() -> Any:
+        if control.rank != 0:
             return None
-        content = {**self._rest, **put_together([self._outline(leaf) for leaf in self._leaves.values()] + others)}
-        if isinstance(content.get("optimizer_states"), list):
-            content["optimizer_states"] = [by_parameter_index(state) for state in content["optimizer_states"]]
+        content = {**rest, **put_together([*map(outline, leaves.values()), *chain.from_iterable(others)])}
         if plan_summary is not None:
             content[SUMMARY_KEY] = {**content.get(SUMMARY_KEY, {}), "plan": dict(plan_summary)}
-        self._layout = TorchFile(content)
-        self.file = StagedFile(local_output(path), self._layout.nbytes)
-        return str(self.file.path), {str(p.key): p.offset for p in self._layout.places if p.tensor is None}
+        files.append(Output(local_output(path), TorchFile(_with_indices(content))))
+        return files[0].places
 
-    def write(self, file: str, offsets: Mapping[str, int]) -> tuple[list[_Part], list[int]]:
-        """Write what this rank holds. Returns the parts of holes, and the checksums of rank 0's ordinary tensors."""
-        try:
-            # Not to be read: a client of a network file system that may read could write back whole pages, with its
-            # neighbours' bytes as they were.
-            descriptor = os.open(file, os.O_WRONLY)
-        except FileNotFoundError:
-            raise FileNotFoundError(
-                f"'{Path(file).parent.parent}' is not the folder that rank 0 sees: use a shared file system"
-            ) from None
-        try:
-            write = Pieces().write
-            parts = [
-                _Part(key, start, flat.nbytes, write(flat, descriptor, offsets[key] + start))
-                for key, start, flat in self._mine(offsets)
-            ]
-            places = self._layout.places if self._layout is not None else []
-            crcs = [write(p.tensor, descriptor, p.offset) for p in places if p.tensor is not None]
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        return parts, crcs
+    def publish() -> None:
+        for made in files:
+            made.complete(chain.from_iterable(parts))
+            made.staged.publish()
 
-    def _mine(self, offsets: Mapping[str, int]) -> list[tuple[str, int, Tensor]]:
-        """Key, first byte and elements of everything this rank writes into holes."""
-        found = []
-        for key, leaf in self._leaves.items():
-            value, stored = leaf.value, self._shared.get(key, key)
-            if isinstance(value, FlatShard):
-                twin = self._leaves.get(stored)
-                if twin is None or _identity(value) != _identity(twin.value):
-                    raise ValueError(f"'{key}' and '{stored}' are the same memory on other ranks, but not here")
-                if stored == key and value.local.numel():
-                    found.append((key, value.start * value.dtype.itemsize, value.local))
-            elif key in self._own and key in offsets and value.numel():
-                found.append((key, 0, value.detach().contiguous().view(-1)))
-        return found
+    files: list[Output] = []  # on rank 0
+    # What rank 0 does not have.
+    others = control.together(what, lambda: [outline(leaves[key]) for key in leaves if control.rank and key in own])
+    try:
+        file, offsets = control.together(what, lay_out)[0]
+        parts = control.together(what, lambda: fill(file, offsets, held(), Pieces()))
+        control.together(what, publish)
+    finally:
+        for made in files:
+            made.staged.discard()
 
-    def complete(self, written: Sequence[tuple[list[_Part], list[int]]]) -> None:
-        """Rank 0: check that all elements were written, write the rest of the file, publish."""
-        if self._layout is None or self.file is None:
-            return
-        by_key: dict[Hashable, list[_Part]] = {}
-        for parts, _ in written:
-            for part in parts:
-                by_key.setdefault(part.key, []).append(part)
-        plain = iter(written[0][1])
-        crcs = [
-            _checked(str(place.key), place.nbytes, sorted(by_key.get(place.key, [])))
-            if place.tensor is None
-            else next(plain)
-            for place in self._layout.places
-        ]
-        with open(self.file.path, "r+b", buffering=0) as file:
-            for offset, content in self._layout.frame(crcs):
-                write_bytes(file.fileno(), offset, content)
-        self.file.publish()
+
+def _tied(leaves: Mapping[str, Leaf]) -> list[list[str]]:
+    """Groups of names whose shards are the same memory. A rank that holds nothing of them cannot see it."""
+    groups: dict[Any, list[str]] = {}
+    for key, leaf in leaves.items():
+        if isinstance(leaf.value, FlatShard) and leaf.value.local.numel():
+            groups.setdefault(_identity(leaf.value), []).append(key)
+    return [keys for keys in groups.values() if len(keys) > 1]
+
+
+def _identity(shard: FlatShard) -> Any:
+    if not shard.local.numel():
+        return shard.dtype, shard.shape
+    return memory_identity(shard.local), shard.shape, shard.start
+
+
+def _with_indices(content: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint with its optimizers' states by parameter index."""
+    if isinstance(content.get("optimizer_states"), list):
+        content["optimizer_states"] = [by_parameter_index(state) for state in content["optimizer_states"]]
+    return content
 
 
 def by_parameter_index(optimizer: Any) -> Any:
@@ -232,36 +184,6 @@ def by_parameter_index(optimizer: Any) -> Any:
         for group in optimizer["param_groups"]
     ]
     return {**optimizer, "state": state, "param_groups": groups}
-
-
-def _tied(leaves: Mapping[str, Leaf]) -> list[list[str]]:
-    """Groups of names whose shards are the same memory. A rank that holds nothing of them cannot see it."""
-    groups: dict[Any, list[str]] = {}
-    for key, leaf in leaves.items():
-        if isinstance(leaf.value, FlatShard) and leaf.value.local.numel():
-            groups.setdefault(_identity(leaf.value), []).append(key)
-    return [keys for keys in groups.values() if len(keys) > 1]
-
-
-def _identity(shard: FlatShard) -> Any:
-    if not shard.local.numel():
-        return shard.dtype, shard.shape
-    return memory_identity(shard.local), shard.shape, shard.start
-
-
-def _checked(key: str, nbytes: int, parts: Sequence[_Part]) -> int:
-    """The checksum of parts, which must be the whole, without holes or overlaps."""
-    end = crc32 = 0
-    for part in parts:
-        if part.start > end:
-            raise ValueError(f"of '{key}', bytes {end} to {part.start} are held by no rank")
-        if part.start < end:
-            raise ValueError(f"of '{key}', bytes {part.start} to {end} are held by several ranks")
-        end += part.nbytes
-        crc32 = combine(crc32, part.crc32, part.nbytes) if crc32 else part.crc32
-    if end != nbytes:
-        raise ValueError(f"of '{key}', {end} of {nbytes} bytes are held by the ranks")
-    return crc32
 
 
 # -------------------------------------------------------------------------------------- made of another by one process
@@ -334,16 +256,16 @@ def consolidate_checkpoint(
     if prefix is not None and export.kind == "ckpt" and not weights_only:
         raise ValueError("prefix renames weights, with which a checkpoint to resume from would not fit its own model.")
     try:
-        if not export.is_one_file:
-            written: list[Path] = extension("formats", why=f"'{target}' is to be a directory.").export(export)
-            return written
-        if not is_remote(source):
-            refuse_overlap(local_path(source), target)
-        if target.is_dir():
-            raise ValueError(f"'{target}' is a directory: give the name of a file, or delete it.")
-        if os.path.lexists(target) and not overwrite:
-            raise export.exists(target)
-        return [_write_torch(export) if export.kind == "ckpt" else _write_safetensors(export)]
+        if export.is_one_file:
+            if not is_remote(source):
+                refuse_overlap(local_path(source), target)
+            if target.is_dir():
+                raise ValueError(f"'{target}' is a directory: give the name of a file, or delete it.")
+            if os.path.lexists(target) and not overwrite:
+                raise export.exists(target)
+            return [_write_torch(export) if export.kind == "ckpt" else _write_safetensors(export)]
+        written: list[Path] = extension("formats", why=f"'{target}' is to be a directory.").export(export)
+        return written
     except OSError as error:
         raise CheckpointError(f"Could not write '{target}': {error}.") from error
 
@@ -405,21 +327,14 @@ class Export:
             raise ValueError(f"prefix={prefix!r}: no weight's name begins so; the first are {list(state)[:3]}.")
         if len(renamed) != len(state):
             raise ValueError(f"prefix={prefix!r}: without it, two weights would have the same name.")
-        if self.kind == "safetensors":
-            _refuse_wrapped_names(renamed, self.prefix)
+        wrapped = [name for name in renamed if not {"base_layer", "original_module"}.isdisjoint(name.split("."))]
+        if self.kind == "safetensors" and wrapped and "base_model" in prefix.split("."):
+            raise ValueError(
+                f"prefix={self.prefix!r} leaves names that peft has changed, such as '{wrapped[0]}': `from_pretrained` "
+                "would initialise those layers anew. Use format='huggingface' for the model with its adapters merged "
+                "into it, or format='peft' for the adapters alone."
+            )
         return renamed
-
-
-def _refuse_wrapped_names(names: Mapping[str, Any], prefix: str) -> None:
-    """``ValueError`` if ``from_pretrained`` would not find these weights, cut off ``prefix``, as peft wrapped them."""
-    parts = {"base_layer", "original_module"}
-    wrapped = [name for name in names if not parts.isdisjoint(name.split("."))]
-    if wrapped and "base_model" in prefix.split("."):
-        raise ValueError(
-            f"prefix={prefix!r} leaves names that peft has changed, such as '{wrapped[0]}': `from_pretrained` would "
-            "initialise those layers anew. Use format='huggingface' for the model with its adapters merged into it, or "
-            "format='peft' for the adapters alone."
-        )
 
 
 def _kind(target: Path, given: str | None) -> FileFormat:
@@ -483,8 +398,28 @@ def warn_of_excluded(checkpoint: Mapping[str, Any], source: str | os.PathLike[st
         )
 
 
-def _warn_of_overflow(holes: Mapping[str, Any], pieces: Pieces) -> None:
-    """Name weights that became infinite when they were cast."""
+def write_export(
+    export: Export,
+    files: Mapping[Path, Any],
+    holes: Mapping[str, Any],
+    pieces: Pieces,
+    publish: Callable[[list[StagedFile]], None] = lambda staged: staged[0].publish(),
+) -> None:
+    """Write the files of an export by their layouts; ``holes`` are those of the weights, and in ``pieces``.
+
+    A warning names weights that became infinite when they were cast.
+    """
+    nbytes = sum(at.nbytes for layout in files.values() for at in layout.places)
+    outputs: list[Output] = []
+    try:
+        with progress_bar(export.target.name, nbytes, export.progress) as bar:
+            for path, layout in files.items():
+                outputs.append(output := Output(path, layout))
+                output.complete(fill(*output.places, output.parts, pieces, bar.update))
+        publish([output.staged for output in outputs])
+    finally:
+        for output in outputs:
+            output.staged.discard()
     names = [name for name, hole in holes.items() if isinstance(hole, Hole) and hole.key in pieces.overflowed]
     if names:
         warnings.warn(
@@ -502,48 +437,15 @@ def _write_torch(export: Export) -> Path:
         name: _with_holes(value, pieces, export.dtype if isinstance(value, Tensor) else None)
         for name, value in weights.items()
     }
-    if isinstance(content.get("optimizer_states"), list):
-        content["optimizer_states"] = [by_parameter_index(state) for state in content["optimizer_states"]]
-    write_files(export, {export.target: TorchFile(content)}, content["state_dict"], pieces)
+    write_export(export, {export.target: TorchFile(_with_indices(content))}, content["state_dict"], pieces)
     return export.target
 
 
 def _write_safetensors(export: Export) -> Path:
     pieces, weights = Pieces(), export.weights()
     holes, aliases = holes_of(weights, pieces, export.dtype)
-    write_files(export, {export.target: SafetensorsFile(holes, {"format": "pt", **aliases})}, holes, pieces)
+    write_export(export, {export.target: SafetensorsFile(holes, {"format": "pt", **aliases})}, holes, pieces)
     return export.target
-
-
-def write_files(
-    export: Export,
-    files: Mapping[Path, Any],
-    holes: Mapping[str, Any],
-    pieces: Pieces,
-    publish: Callable[[list[StagedFile]], None] = lambda staged: staged[0].publish(),
-) -> None:
-    """Make files under temporary names, and ``publish`` them together; nothing is left of them if that fails.
-
-    ``files`` has the layout of each, a ``TorchFile`` or ``SafetensorsFile``, and ``pieces`` what is in the ``holes``.
-    """
-    staged: list[StagedFile] = []
-    try:
-        with progress_bar(export.target.name, sum(file.nbytes for file in files.values()), export.progress) as bar:
-            for path, layout in files.items():
-                staged.append(StagedFile(path, layout.nbytes))
-                with open(staged[-1].path, "r+b", buffering=0) as opened:
-                    crcs = [
-                        pieces.write(at.key if at.tensor is None else at.tensor, opened.fileno(), at.offset, bar.update)
-                        for at in layout.places
-                    ]
-                    for offset, content in layout.frame(crcs):
-                        write_bytes(opened.fileno(), offset, content)
-                        bar.update(len(content))
-        publish(staged)
-    finally:
-        for file in staged:
-            file.discard()
-    _warn_of_overflow(holes, pieces)
 
 
 def holes_of(
@@ -553,17 +455,12 @@ def holes_of(
     tensors = {name: value for name, value in weights.items() if isinstance(value, StoredTensor) or is_plain(value)}
     if left_out := [name for name in weights if name not in tensors]:
         warnings.warn(f"Left out, because safetensors hold plain tensors only: {', '.join(left_out)}.", stacklevel=4)
-    holes: dict[str, Hole] = {}
-    aliases: dict[str, str] = {}
-    kept: dict[Any, str] = {}
-    for name, value in tensors.items():
-        hole = _with_holes(value, pieces, dtype or value.dtype)
-        first = kept.setdefault((hole.key, hole.shape), name)
-        if first == name:
-            holes[name] = hole
-        else:
-            aliases[name] = first
-    return holes, aliases
+    holes = {name: _with_holes(value, pieces, dtype or value.dtype) for name, value in tensors.items()}
+    first: dict[Any, str] = {}
+    for name, hole in holes.items():
+        first.setdefault((hole.key, hole.shape), name)
+    kept = {name: first[hole.key, hole.shape] for name, hole in holes.items()}
+    return {name: holes[name] for name in first.values()}, {name: one for name, one in kept.items() if one != name}
 
 
 def _with_holes(value: Any, pieces: Pieces, cast: torch.dtype | None) -> Any:
@@ -576,3 +473,90 @@ def _with_holes(value: Any, pieces: Pieces, cast: torch.dtype | None) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_with_holes(item, pieces, cast) for item in value)
     return value
+
+
+# -------------------------------------------------------------------------------------------------------------- writing
+
+
+# Bytes of a place in a file: the key of the place, the first of them, how many, and what `Pieces` writes there.
+_Held = tuple[Hashable, int, int, Any]
+
+
+class Output:
+    """A file that is to be filled with the elements of its tensors, on the one process that makes it.
+
+    ``layout`` is a ``TorchFile``, or what has ``places``, ``nbytes`` and ``frame`` as that. The file has a temporary
+    name until ``staged`` is published.
+    """
+
+    def __init__(self, target: Path, layout: Any) -> None:
+        self._layout = layout
+        self.staged = StagedFile(target, layout.nbytes)
+
+    @property
+    def places(self) -> tuple[str, dict[Hashable, int]]:
+        """Where the file is, and where in it the elements belong, by the keys of their places."""
+        return str(self.staged.path), {at.key: at.offset for at in self._layout.places}
+
+    @property
+    def parts(self) -> list[_Held]:
+        """The whole of every place, for one process that writes all of them."""
+        return [(at.key, 0, at.nbytes, at.key if at.tensor is None else at.tensor) for at in self._layout.places]
+
+    def complete(self, written: Iterable[tuple[Hashable, int, int, int]]) -> None:
+        """Write what is between the elements, given all that ``fill`` returned.
+
+        ``ValueError`` if not all elements were written, or some twice.
+        """
+        parts: dict[Hashable, list[tuple[int, int, int]]] = {at.key: [] for at in self._layout.places}
+        for key, start, nbytes, crc32 in written:
+            parts[key].append((start, nbytes, crc32))
+        crcs = [_checked(at.key, at.nbytes, sorted(parts[at.key])) for at in self._layout.places]
+        with open(self.staged.path, "r+b", buffering=0) as file:
+            for offset, content in self._layout.frame(crcs):
+                write_bytes(file.fileno(), offset, content)
+
+
+def fill(
+    path: str,
+    offsets: Mapping[Hashable, int],
+    held: Iterable[_Held],
+    pieces: Pieces,
+    advance: Callable[[int], Any] = lambda _: None,
+) -> list[tuple[Hashable, int, int, int]]:
+    """Write elements to their places in a file; returns what ``held`` says of them, with a CRC-32 in place of the last.
+
+    ``advance`` gets the number of bytes after each piece.
+    """
+    try:
+        # Not to be read: a client of a network file system that may read could write back whole pages, with its
+        # neighbours' bytes as they were.
+        descriptor = os.open(path, os.O_WRONLY)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"'{Path(path).parent.parent}' is not the folder that rank 0 sees: use a shared file system"
+        ) from None
+    try:
+        parts = [
+            (key, start, nbytes, pieces.write(what, descriptor, offsets[key] + start, advance))
+            for key, start, nbytes, what in held
+            if nbytes
+        ]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return parts
+
+
+def _checked(key: Hashable, nbytes: int, parts: Iterable[tuple[int, int, int]]) -> int:
+    """The checksum of parts (first byte, bytes, CRC-32), which must be the whole, without holes or overlaps."""
+    end = crc32 = 0
+    for start, size, crc in parts:
+        if start != end:
+            who = "held by no rank" if start > end else "held by several ranks"
+            raise ValueError(f"of '{key}', bytes {min(start, end)} to {max(start, end)} are {who}")
+        end += size
+        crc32 = combine(crc32, crc, size) if crc32 else crc
+    if end != nbytes:
+        raise ValueError(f"of '{key}', {end} of {nbytes} bytes are held by the ranks")
+    return crc32

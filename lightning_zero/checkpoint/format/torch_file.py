@@ -86,7 +86,7 @@ class Hole:
 class Place(NamedTuple):
     """Where in the file the elements of one storage belong, in bytes."""
 
-    key: Hashable  # the holes' key; ``None`` for a tensor that was given as such
+    key: Hashable  # the holes' key, or one of a tensor that was given as such
     tensor: Tensor | None  # 1-D, or ``None`` for a hole
     offset: int
     nbytes: int
@@ -159,7 +159,8 @@ class TorchFile:
         self.places: list[Place] = []
         for number, storage in enumerate(pickler.storages):
             record = self._add(f"data/{number}", None, storage.nbytes)
-            self.places.append(Place(storage.key, storage.tensor, record.offset, record.nbytes))
+            key = storage.key if storage.tensor is None else ("tensor", number)
+            self.places.append(Place(key, storage.tensor, record.offset, record.nbytes))
         self._add("version", b"3\n")
         directory = sum(len(record.central(0)) for record in self._records)
         self.nbytes = self._records[-1].end + directory + _END_64.size + _LOCATOR_64.size + _END.size

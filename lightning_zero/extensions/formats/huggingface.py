@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.consolidated import Export, holes_of, write_files
+from lightning_zero.checkpoint.consolidated import Export, holes_of, write_export
 from lightning_zero.checkpoint.format.record import Opened
 from lightning_zero.checkpoint.format.safetensors import DAMAGES, SafetensorsFile, open_safetensors, read_safetensors
 from lightning_zero.checkpoint.format.stored import Source, StoredTensor
@@ -110,7 +110,7 @@ def _write_safetensors(settings: Export) -> list[Path]:
     for name, shard in zip(names, shards, strict=True):
         metadata = {"format": "pt", **{alias: name for alias, name in aliases.items() if name in shard}}
         files[folder / name] = SafetensorsFile(shard, metadata)
-    write_files(settings, files, holes, pieces, lambda staged: _publish(folder, staged, shards))
+    write_export(settings, files, holes, pieces, lambda staged: _publish(folder, staged, shards))
     return [*files] if len(files) == 1 else [*files, folder / INDEX_FILE]
 
 
