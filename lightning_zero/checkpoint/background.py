@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import untracked
-from lightning_zero.checkpoint.format.flat_shard import FlatShard, memory_identity
+from lightning_zero.checkpoint.format.flat_shard import FlatShard
 from lightning_zero.checkpoint.format.record import tensors_in
 from lightning_zero.checkpoint.format.typed_json import is_plain
 from lightning_zero.checkpoint.save import no_garbage_collection
@@ -89,20 +89,24 @@ class Saver:
                 a thread; then the checkpoint is a snapshot. What it returns are warnings.
             checkpoint: not changed. In the background it may be changed as soon as this returns.
             what: the step, to follow "could not": "save the checkpoint '/runs/last.ckpt'".
-            asynchronous: write in the background. What cannot be copied is written now, with a warning.
+            asynchronous: write in the background.
 
         Raises:
             CheckpointError: on every rank, if the save in the background before this one failed (this one is not begun
-                then), or if this one did, unless it is in the background.
+                then), or if this one did, unless it is in the background; also if it cannot be copied for that.
         """
         self._settle()
-        snapshot = self._snapshot(checkpoint, what) if asynchronous else None
+        if asynchronous:
+            checkpoint = self._snapshot(checkpoint, what)
         removals, self._removals = self._removals, []
-        if snapshot is None:
-            self._warnings += self._remove_all(removals)
-            self._warnings += write(checkpoint, self._control) or ()
+
+        def run() -> list[str]:
+            return [*self._remove_all(removals), *(write(checkpoint, self._control) or ())]
+
+        if asynchronous:
+            self._begin(what, run)
         else:
-            self._begin(write, snapshot, removals, what)
+            self._warnings += run()
         self._warn()  # last: a warning may be an error, and on this rank alone
 
     def remove(self, path: str | os.PathLike[str]) -> None:
@@ -178,38 +182,29 @@ class Saver:
         if failed:
             self._removals.clear()
 
-    def _snapshot(self, checkpoint: Mapping[str, Any], what: str) -> dict[str, Any] | None:
-        """A copy, or ``None`` on every rank if any rank could make none. Collective."""
+    def _snapshot(self, checkpoint: Mapping[str, Any], what: str) -> dict[str, Any]:
+        """A copy; ``CheckpointError`` on every rank if any rank could make none. Collective."""
         taken: list[dict[str, Any]] = []
 
-        def take() -> str | None:
-            try:
-                with no_garbage_collection():
-                    taken.append(self._snapshots.take(checkpoint))
-            except Exception as error:
-                return f"{type(error).__name__}: {error}"
-            return None
+        def take() -> None:
+            with no_garbage_collection():
+                taken.append(self._snapshots.take(checkpoint))
 
-        reasons = {rank: reason for rank, reason in enumerate(self._control.together(what, take)) if reason is not None}
-        if not reasons:
-            return taken[0]
-        if self._control.rank == 0:
-            rank, reason = next(iter(reasons.items()))
-            self._warnings.append(
-                f"The attempt to {what} was made without delay and not in the background: rank {rank} could not copy "
-                f"it ({reason}). Keep values of that kind out of the checkpoint, or free memory on the host."
-            )
-        return None
+        advice = (
+            "A save in the background begins with a copy in the host's memory. Keep out of the checkpoint what cannot "
+            "be copied, free memory on the host, or use CheckpointPolicy(async_save=False)."
+        )
+        self._control.together(f"copy what is needed to {what}", take, advice=advice)
+        return taken[0]
 
-    def _begin(self, write: Write, snapshot: dict[str, Any], removals: list[str | os.PathLike[str]], what: str) -> None:
+    def _begin(self, what: str, run: Callable[[], list[str]]) -> None:
         save = _InFlight(what, Future(), [])
 
-        def run() -> None:
+        def run_here() -> None:
             if not save.done.set_running_or_notify_cancel():
                 return
             try:
-                save.found.extend(self._remove_all(removals))
-                save.found.extend(write(snapshot, self._control) or ())
+                save.found.extend(run())
             except BaseException as error:
                 save.done.set_exception(error)
             else:
@@ -217,9 +212,9 @@ class Saver:
 
         self._underway.append(save)
         try:
-            threading.Thread(target=run, name=f"lightning_zero: {what}", daemon=False).start()
+            threading.Thread(target=run_here, name=f"lightning_zero: {what}", daemon=False).start()
         except RuntimeError:  # no more threads here; the other ranks have begun
-            run()
+            run_here()
         except BaseException:  # an interrupt, perhaps of waiting for the thread to begin
             if save.done.cancel():
                 self._underway.clear()
@@ -241,8 +236,7 @@ class Saver:
             warnings.warn(text, stacklevel=3)
 
 
-_ALIGNMENT = 64  # bytes; of what is copied, so that every dtype may start where it started in its own storage
-_GAP_NBYTES = 1 << 16  # what lies between two slices of a storage is copied along if it is less: one copy, not two
+_ALIGNMENT = 64  # bytes
 
 
 class Snapshots:
@@ -265,50 +259,37 @@ class Snapshots:
         """Copy a checkpoint of tensors on any device or in a file. The snapshot before is no longer valid.
 
         FlatShards and plain tensors lie in this object's memory, on the host, and what was the same memory is so in the
-        copy; slices of one buffer, as those of the engine are, are copied together. The rest is a deep copy, which may
-        raise whatever copying raises, for example ``TypeError`` for a lock.
+        copy. The rest is a deep copy, which may raise whatever copying raises, for example ``TypeError`` for a lock.
         """
         with untracked():
             sources = {id(tensor): (tensor, elements) for tensor, elements in _sources(checkpoint)}
-            runs = _runs([(key, elements) for key, (_, elements) in sources.items() if elements.numel()])
-            places = dict(self._copy(runs))
-            copied = {key: _rebuilt(*source, places.get(key)) for key, source in sources.items()}
+            places: dict[Hashable, int] = {}
+            end = 0
+            for _, elements in sources.values():
+                if (memory := _memory_of(elements)) not in places:
+                    places[memory] = end
+                    end += -(-elements.nbytes // _ALIGNMENT) * _ALIGNMENT
+            devices = {elements.device for _, elements in sources.values()} - {torch.device("cpu")}
+            if end > self.nbytes:
+                self._memory = torch.empty(0, dtype=torch.uint8)  # given back before more is taken
+                self._memory = host_memory(end, bool(devices))
+            copied = {
+                key: _like(tensor, self._copy(elements, places[_memory_of(elements)]))
+                for key, (tensor, elements) in sources.items()
+            }
+            for device in devices:
+                torch.accelerator.synchronize(device)
             snapshot: dict[str, Any] = copy.deepcopy(dict(checkpoint), copied)
         return snapshot
 
-    def _copy(self, runs: list[list[_Range]]) -> Iterator[tuple[int, Tensor]]:
-        """Copy each run at once. Returns the bytes of every tensor in it, which begin as they did in its storage."""
-        sizes = [max(part.end for part in run) - run[0].start for run in runs]
-        rooms = [
-            -(-(run[0].start % _ALIGNMENT + nbytes) // _ALIGNMENT) * _ALIGNMENT
-            for run, nbytes in zip(runs, sizes, strict=True)
-        ]
-        devices = {run[0].elements.device for run in runs} - {torch.device("cpu")}
-        if sum(rooms) > self.nbytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # given back before more is taken
-            self._memory = host_memory(sum(rooms), bool(devices))
-        begin = 0
-        for run, nbytes, room in zip(runs, sizes, rooms, strict=True):
-            first, elements = run[0].start, run[0].elements
-            place = self._memory[begin + first % _ALIGNMENT :][:nbytes]
-            if isinstance(elements, OffloadedTensor):
-                place.view(elements.dtype).copy_(elements, non_blocking=True)
-            else:
-                source = torch.empty(0, dtype=torch.uint8, device=elements.device)
-                place.copy_(source.set_(elements.untyped_storage(), first, (nbytes,), (1,)), non_blocking=True)
-            yield from ((part.key, place[part.start - first : part.end - first]) for part in run)
-            begin += room
-        for device in devices:
-            torch.accelerator.synchronize(device)
-
-
-class _Range(NamedTuple):
-    """The bytes of a storage that hold the elements of a tensor, which is known by a number."""
-
-    start: int
-    end: int
-    key: int
-    elements: Tensor
+    def _copy(self, elements: Tensor, begin: int) -> Tensor:
+        """Flat, with a storage of exactly its bytes: ``torch.save`` writes whole storages."""
+        flat = torch.empty(0, dtype=elements.dtype)
+        if elements.numel():
+            storage = self._memory.untyped_storage()[begin : begin + elements.nbytes]
+            flat.set_(storage, 0, (elements.numel(),), (1,))
+            flat.copy_(elements.view(-1), non_blocking=True)
+        return flat
 
 
 def _sources(checkpoint: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -320,32 +301,15 @@ def _sources(checkpoint: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
             yield tensor, tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def _runs(tensors: Sequence[tuple[int, Tensor]]) -> list[list[_Range]]:
-    """What is copied at once: the tensors of a storage in order, as long as not much lies between them."""
-    storages: dict[Hashable, list[_Range]] = {}
-    for key, elements in tensors:
-        start, memory = 0, memory_identity(elements)
-        if not isinstance(elements, OffloadedTensor):
-            start = int(elements.storage_offset()) * elements.dtype.itemsize
-            memory = elements.device, elements.untyped_storage().data_ptr()
-        storages.setdefault(memory, []).append(_Range(start, start + elements.nbytes, key, elements))
-    runs: list[list[_Range]] = []
-    for parts in storages.values():
-        end = -1
-        for part in sorted(parts, key=lambda part: part[:3]):
-            if end < 0 or part.start > end + _GAP_NBYTES:
-                runs.append([])
-            runs[-1].append(part)
-            end = max(end, part.end)
-    return runs
+def _memory_of(elements: Tensor) -> Hashable:
+    """Equal for the same bytes."""
+    if isinstance(elements, OffloadedTensor):
+        return elements.identity
+    return elements.device, elements.data_ptr(), elements.nbytes
 
 
-def _rebuilt(tensor: Tensor, elements: Tensor, place: Tensor | None) -> Tensor:
-    """The copy of ``tensor``, with a storage of exactly its bytes: ``torch.save`` writes whole storages."""
-    flat = torch.empty(0, dtype=elements.dtype)
-    if place is not None:
-        begin = int(place.storage_offset())
-        flat.set_(place.untyped_storage()[begin : begin + elements.nbytes], 0, (elements.numel(),), (1,))
+def _like(tensor: Tensor, flat: Tensor) -> Tensor:
+    """What a tensor is, of other elements."""
     if isinstance(tensor, FlatShard):
         return FlatShard(flat, tensor.shape, tensor.start)
     shaped = flat.view(tensor.shape)

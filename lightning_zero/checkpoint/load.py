@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
@@ -17,8 +16,6 @@ from lightning_zero.checkpoint.format.torch_file import read_torch_file
 from lightning_zero.checkpoint.storage.files import (
     Files,
     is_folder,
-    is_remote,
-    local_path,
     open_folder,
     open_parent,
     samples,
@@ -31,7 +28,6 @@ __all__ = [
     "Found",
     "Kind",
     "Reader",
-    "checkpoints_in",
     "find_checkpoint",
     "is_checkpoint_directory_at",
     "open_checkpoint",
@@ -106,13 +102,11 @@ def open_checkpoint(
 def is_checkpoint_directory_at(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is a directory, local or behind a URL, that ``open_checkpoint`` reads. Looks at names only."""
     try:
-        return find_checkpoint(path).kind in (Kind.OWN, Kind.FOREIGN, Kind.HUGGING_FACE, Kind.DEEPSPEED)
-    except CheckpointError:
+        return is_folder(path) and _in_folder(path) is not None
+    except (CheckpointError, ExtensionError):  # it cannot be read
         return False
 
 
-_ENDINGS = (".ckpt", ".safetensors")
-_DEPTH = 4  # of what `checkpoints_in` finds: runs/version_0/checkpoints/last.ckpt
 _END_NBYTES = 1 << 20  # of a torch file: the directory of the archive, with a CRC-32 of every tensor
 
 
@@ -126,21 +120,6 @@ class Kind(Enum):
     # Of the extension `formats`:
     HUGGING_FACE = "directory of safetensors"  # of the usual names
     DEEPSPEED = "sharded directory of DeepSpeed"  # with `latest`, or the folder of one save in it
-
-
-# By files that stand in a folder, whose layout the extension `formats` reads.
-_LAYOUTS = {
-    **dict.fromkeys(("model.safetensors.index.json", "model.safetensors"), "Hugging Face"),
-    **dict.fromkeys(
-        (
-            *("latest", "latest_universal", "mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"),
-            *(f"zero_pp_rank_0_mp_rank_0{number}_model_states.pt" for number in (0, 1)),
-            *(f"{kind}zero_pp_rank_0_mp_rank_00_optim_states.pt" for kind in ("", "bf16_")),
-            "layer_0_expert_0_mp_rank_00_model_states.pt",
-        ),
-        "DeepSpeed",
-    ),
-}
 
 
 class Found(NamedTuple):
@@ -162,7 +141,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Found:
         return Found(Kind.SAFETENSORS if name.lower().endswith(".safetensors") else Kind.TORCH, files, name)
     found = _in_folder(path)
     if found is None:
-        there = checkpoints_in(path)
+        there = extension("inspection").checkpoints_in(path) if installed("inspection") else []
         in_it = f" In it are checkpoints, of which one is needed: {some(map(repr, there))}." if there else ""
         raise CheckpointError(
             f"The directory '{os.fspath(path)}' is no checkpoint: it has neither {RECORD_FILE} nor {METADATA_FILE}, "
@@ -178,36 +157,9 @@ def _in_folder(path: str | os.PathLike[str]) -> Found | None:
         return Found(Kind.OWN, files)
     if files.has(METADATA_FILE):
         return Found(Kind.FOREIGN, files)
-    files = open_folder(path, follow_links=True)
-    for name, layout in _LAYOUTS.items():
-        if files.has(name):
-            seen = f"'{os.fspath(path)}' is a directory of {layout}, by its '{name}'."
-            found: Found | None = extension("formats", why=seen).find(path, files)
-            return found
-    return None
-
-
-def checkpoints_in(path: str | os.PathLike[str]) -> list[str]:
-    """Names of the checkpoints in a local folder, and up to three folders down, that have the usual endings or are
-    directories; none of a file and behind a URL.
-    """
-    names: list[str] = []
-    top = "" if is_remote(path) else os.fspath(local_path(path))
-    for folder, folders, files in os.walk(top):
-        inner = os.path.relpath(folder, top)
-        within = [os.path.normpath(os.path.join(inner, name)) for name in sorted(folders) if not name.startswith(".")]
-        found = [name for name in within if _is_checkpoint(os.path.join(top, name))]
-        names += found
-        names += [os.path.normpath(os.path.join(inner, name)) for name in files if name.endswith(_ENDINGS)]
-        deeper = len(within[0].split(os.sep)) < _DEPTH if within else False
-        folders[:] = [os.path.basename(name) for name in within if deeper and name not in found]
-    return sorted(names)
-
-
-def _is_checkpoint(folder: str) -> bool:
-    with suppress(CheckpointError):  # a folder that cannot be read
-        return _in_folder(folder) is not None
-    return False
+    why = f"'{os.fspath(path)}' has neither {RECORD_FILE} nor {METADATA_FILE}."
+    found: Found | None = extension("formats", "name another checkpoint", why=why).find(path)
+    return found
 
 
 def read_checkpoint(path: str | os.PathLike[str], found: Found, weights_only: bool | None) -> Opened:

@@ -43,8 +43,8 @@ from lightning_zero.checkpoint.format.record import (
 )
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
 from lightning_zero.checkpoint.format.typed_json import Encoder, Inexpressible, dtype_name, is_plain, type_name
-from lightning_zero.checkpoint.storage.files import MAX_INDEX_NBYTES, is_remote
-from lightning_zero.checkpoint.storage.publish import Destination, RemoteDestination
+from lightning_zero.checkpoint.storage.files import MAX_INDEX_NBYTES, is_remote, local_path
+from lightning_zero.checkpoint.storage.publish import RemoteStaging, Staging
 from lightning_zero.checkpoint.writing import ChecksummedFile, new_file
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError
@@ -84,7 +84,7 @@ def save_checkpoint_directory(
 
     Collective: every rank.
     """
-    destination = RemoteDestination(os.fspath(path)) if is_remote(path) else Destination(path)
+    destination = RemoteStaging(os.fspath(path)) if is_remote(path) else Staging(local_path(path))
     with no_garbage_collection():
         try:
             return _save(checkpoint, destination, control, f"save the checkpoint '{os.fspath(path)}'", plan_summary)
@@ -94,14 +94,13 @@ def save_checkpoint_directory(
 
 def _save(
     checkpoint: Mapping[str, Any],
-    destination: Destination,
+    destination: Staging,
     control: ControlGroup,
     what: str,
     plan_summary: Mapping[str, Any],
 ) -> list[str]:
     """The steps of a save, each of which succeeds on all ranks or raises on all."""
-    begin = destination.begin if control.rank == 0 else str
-    divided = divide(checkpoint, control, what, lambda _: begin())
+    divided = divide(checkpoint, control, what, lambda _: destination.begin() if control.rank == 0 else "")
     control.together(what, lambda: destination.enter(divided.seen[0]))
     parts = control.together(what, lambda: _write_part(destination, control.rank, divided))
 
@@ -110,7 +109,7 @@ def _save(
             return []
         lost = [_named(path, kind) for path, kind in changed(checkpoint)]
         lost += _write_record(destination, parts, divided.rest, plan_summary)
-        destination.commit()
+        destination.publish()
         return lost
 
     return control.together(what, commit)[0]
@@ -210,7 +209,7 @@ class _Part(NamedTuple):
     lost: list[str]
 
 
-def _write_part(destination: Destination, rank: int, divided: Divided) -> _Part:
+def _write_part(destination: Staging, rank: int, divided: Divided) -> _Part:
     """Write one rank's data file as DCP does: an archive per box or value. Durable; no file if there is nothing.
 
     Every rank that holds some of a shard writes it; everything else, and what has no elements, its owner. Of a tensor
@@ -307,7 +306,7 @@ def _named(path: Sequence[Any], kind: str) -> str:
 
 
 def _write_record(
-    destination: Destination, parts: Sequence[_Part], rest: dict[str, Any], plan_summary: Mapping[str, Any]
+    destination: Staging, parts: Sequence[_Part], rest: dict[str, Any], plan_summary: Mapping[str, Any]
 ) -> list[str]:
     """Write what describes a checkpoint, last of it ``zero.json``; durably. On rank 0, when all data is delivered.
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_zero.registry import extension
+from lightning_zero.registry import extension, installed
 
 __all__ = ["Adapters", "adapters_in", "renamed", "under_names_of", "unmoved", "unwrapped"]
 
@@ -20,7 +20,6 @@ __all__ = ["Adapters", "adapters_in", "renamed", "under_names_of", "unmoved", "u
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 _DDP = "module."
-_WRAPPED_BY_PEFT = re.compile(r"(?<![^.])(?:base_layer|original_module|token_adapter)\.")
 _MOVED = re.compile(r"\b(?:parametrizations\.(\w+)\.original|(\w+)_orig)$")
 
 
@@ -42,14 +41,12 @@ def under_names_of(
 ) -> dict[str, Any]:
     """The stored values under a module's names, if they differ in wrapped blocks or a common prefix.
 
-    What a model of transformers, or peft around it, has under other names than its files is found too. ``strict`` and
-    ``path`` are as for `renamed`.
+    What a model of transformers, or peft around it, has under other names than its files is found too, by the extension
+    ``formats``. ``strict`` and ``path`` are as for `renamed`.
     """
     names = {unwrapped(name): name for name in own}
-    if any(unwrapped(name) not in names for name in stored) and (library := _library_in(module, own)):
-        why = f"'{os.fspath(path)}' has other names than the module, which is of {library}."
-        formats = extension("formats", why=why)
-        found: dict[str, Any] = formats.under_names_of(module, own, stored, path, strict)
+    if any(unwrapped(name) not in names for name in stored) and installed("formats"):
+        found: dict[str, Any] = extension("formats").under_names_of(module, own, stored, path, strict)
         return found
     return renamed(stored, (names,), path, strict)
 
@@ -78,19 +75,10 @@ def adapters_in(
         stored: its values under names of the module.
         path: of the file, for messages.
     """
-    if all(name in stored for name in own) or _library_in(module, own) != "peft":
+    if all(name in stored for name in own) or not installed("formats"):
         return Adapters()
-    formats = extension("formats", why="The module has adapters of peft, of which not all are stored.")
-    found: Adapters = formats.adapters_in(module, own, weights, stored, path)
+    found: Adapters = extension("formats").adapters_in(module, own, weights, stored, path)
     return found
-
-
-def _library_in(module: nn.Module, own: Collection[str]) -> str:
-    """``"peft"`` or ``"transformers"``, if a part of the module is of such a library; peft comes first."""
-    kinds = {base.__module__.partition(".")[0] for child in module.modules() for base in type(child).__mro__}
-    if "peft" in kinds or any(_WRAPPED_BY_PEFT.search(name) for name in own):
-        return "peft"
-    return "transformers" if "transformers" in kinds else ""
 
 
 def renamed(

@@ -277,23 +277,31 @@ class Uncopyable:
         raise TypeError("no copy of this")
 
 
-def test_what_one_rank_cannot_copy_is_saved_before_the_call_returns(tmp_path: Path) -> None:
-    def rank(number: int) -> list[str]:
+def test_what_one_rank_cannot_copy_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    def rank(number: int) -> str:
         saver = Saver(control())
-        content = checkpoint(1, end_to_end, control())
+        start(saver, tmp_path / "a", 1)
+        saver.remove(tmp_path / "a")
+        content = checkpoint(2, end_to_end, control())
         if number == 1:
             content["odd"] = Uncopyable()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with pytest.raises(CheckpointError) as caught:
             saver.save(to(tmp_path / "c"), content, what="save 'c'", asynchronous=True)
         control().barrier()
-        load_and_verify(tmp_path / "c", 1)
-        return [str(warning.message) for warning in caught]
+        assert names(tmp_path) == {"a"}
+        control().barrier()
+        saver.save(to(tmp_path / "c"), content, what="save 'c'", asynchronous=False)
+        saver.close()
+        control().barrier()
+        load_and_verify(tmp_path / "c", 2)
+        return str(caught.value)
 
     first, second = run_world(2, rank, timeout=30)
-    assert second == []
-    assert len(first) == 1
-    assert "rank 1 could not copy it (TypeError: no copy of this)" in first[0]
+    assert first == second
+    assert "Could not copy what is needed to save 'c': failed on rank 1." in first
+    assert "TypeError on host" in first
+    assert "no copy of this" in first
+    assert "CheckpointPolicy(async_save=False)" in first
 
 
 def test_closing_alone_needs_no_other_rank_and_says_what_failed(tmp_path: Path) -> None:

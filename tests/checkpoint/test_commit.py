@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 import pytest
 
 from lightning_zero.checkpoint import open_checkpoint, save_checkpoint_directory
+from lightning_zero.checkpoint.storage import publish
 from lightning_zero.checkpoint.storage.files import local_path
-from lightning_zero.checkpoint.storage.publish import Exchange, Staging, sweep
+from lightning_zero.checkpoint.storage.publish import Staging, sweep
 from lightning_zero.errors import CheckpointError, CommunicationError
 from tests.checkpoint.samples import checkpoint, control, end_to_end, load_and_verify, remove_checkpoint_directory
 from tests.helpers.world import run_world
@@ -30,8 +31,19 @@ def no_exchange(source: Path, final: Path) -> NoReturn:
     raise OSError(errno.EINVAL, "Invalid argument")
 
 
-def write(staging: Staging, text: str) -> None:
+@pytest.fixture(params=["exchange", "link"])
+def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether directories are published through links, because they cannot be exchanged."""
+    if request.param == "link":
+        monkeypatch.setattr(publish, "_exchange", no_exchange)
+    return bool(request.param == "link")
+
+
+def staged(final: Path, text: str) -> Staging:
+    staging = Staging(final)
+    staging.begin()
     (staging.path / "zero.json").write_text(text)
+    return staging
 
 
 def test_saving_twice_replaces(tmp_path: Path) -> None:
@@ -108,11 +120,9 @@ def test_a_directory_that_is_no_checkpoint_is_neither_replaced_nor_removed(tmp_p
     assert (tmp_path / "results" / "thesis.tex").exists()
 
 
-@pytest.mark.parametrize("exchange", [None, no_exchange], ids=["exchange", "link"])
-def test_a_checkpoint_with_others_in_it_is_neither_replaced_nor_removed(
-    tmp_path: Path, exchange: Exchange | None
-) -> None:
-    a_checkpoint(tmp_path / "c", exchange)
+@pytest.mark.usefixtures("links")
+def test_a_checkpoint_with_others_in_it_is_neither_replaced_nor_removed(tmp_path: Path) -> None:
+    a_checkpoint(tmp_path / "c")
     (tmp_path / "c" / "best.ckpt").mkdir()
     (tmp_path / "c" / "best.ckpt" / "zero.json").touch()
     with pytest.raises(CheckpointError, match=r"directories in it \(best.ckpt\).*not replaced"):
@@ -149,77 +159,97 @@ def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.Monke
     assert local_path("/a/~/c") == Path("/a/~/c")
 
 
-def a_checkpoint(final: Path, exchange: Exchange | None) -> None:
-    staging = Staging(final, exchange)
-    write(staging, "old")
-    staging.publish()
+def a_checkpoint(final: Path) -> None:
+    staged(final, "old").publish()
 
 
-def a_foreign_checkpoint(final: Path, _: Exchange | None) -> None:
+def a_foreign_checkpoint(final: Path) -> None:
     final.mkdir()
     (final / "meta.pt").write_text("old")
 
 
-def a_link_to_another_checkpoint(final: Path, _: Exchange | None) -> None:
+def a_link_to_another_checkpoint(final: Path) -> None:
     final.symlink_to("other")
 
 
 OBSTACLES = [
-    lambda final, _: None,
-    lambda final, _: final.write_text("old"),
-    lambda final, _: final.mkdir(),
-    lambda final, _: final.symlink_to("nothing"),
+    lambda final: None,
+    lambda final: final.write_text("old"),
+    lambda final: final.mkdir(),
+    lambda final: final.symlink_to("nothing"),
     a_checkpoint,
     a_foreign_checkpoint,
     a_link_to_another_checkpoint,
 ]
 
 
-@pytest.mark.parametrize("exchange", [None, no_exchange], ids=["exchange", "link"])
 @pytest.mark.parametrize("obstacle", OBSTACLES)
-def test_publishing_over_anything(
-    tmp_path: Path, exchange: Exchange | None, obstacle: Callable[[Path, Exchange | None], None]
-) -> None:
+def test_publishing_over_anything(tmp_path: Path, links: bool, obstacle: Callable[[Path], None]) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "zero.json").write_text("other")
     final = tmp_path / "c"
-    obstacle(final, exchange)
-    staging = Staging(final, exchange)
-    write(staging, "new")
+    obstacle(final)
+    staging = staged(final, "new")
+    if links and obstacle is a_foreign_checkpoint:
+        with pytest.raises(IsADirectoryError, match=r"cannot replace in one step\. Move it away"):
+            staging.publish()
+        staging.discard()
+        assert (final / "meta.pt").read_text() == "old"
+        assert {path.name for path in tmp_path.iterdir()} == {"c", "other"}
+        return
     staging.publish()
     staging.discard()
     assert (final / "zero.json").read_text() == "new"
     assert (tmp_path / "other" / "zero.json").read_text() == "other"
     left = {path.name for path in tmp_path.iterdir()} - {"c", "other"}
-    assert len(left) == (exchange is not None), left  # the data that the name links to
+    assert len(left) == links, left  # the data that the name links to
     remove_checkpoint_directory(final, control())
     assert {path.name for path in tmp_path.iterdir()} == {"other"}
 
 
-@pytest.mark.parametrize("exchange", [None, no_exchange], ids=["exchange", "link"])
-def test_discarding_leaves_what_was_there(tmp_path: Path, exchange: Exchange | None) -> None:
+def test_discarding_leaves_what_was_there(tmp_path: Path, links: bool) -> None:
     for number in (0, 1):
-        staging = Staging(tmp_path / "c", exchange)
-        write(staging, str(number))
+        staging = staged(tmp_path / "c", str(number))
         if number == 0:
             staging.publish()
         staging.discard()
     assert (tmp_path / "c" / "zero.json").read_text() == "0"
-    assert len(list(tmp_path.iterdir())) == 1 + (exchange is not None)
+    assert len(list(tmp_path.iterdir())) == 1 + links
 
 
-def test_what_a_killed_process_left_is_swept_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
-    published = Staging(tmp_path / "linked", no_exchange)
-    write(published, "linked")
-    published.publish()
-    alive = Staging(tmp_path / "c")
-    write(alive, "alive")
+def test_discarding_after_half_a_publication_leaves_what_was_there(
+    tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_checkpoint(tmp_path / "c")
+    staging = staged(tmp_path / "c", "new")
+
+    def refuse(*_: object) -> NoReturn:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(*((os, "replace") if links else (publish, "_exchange")), refuse)
+    with pytest.raises(OSError, match="Input/output error"):
+        staging.publish()
+    staging.discard()
+    assert (tmp_path / "c" / "zero.json").read_text() == "old"
+    assert len(list(tmp_path.iterdir())) == 1 + links
+
+
+def test_what_a_killed_process_left_is_swept_and_what_a_living_one_writes_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(publish, "_exchange", no_exchange)
+        staged(tmp_path / "linked", "linked").publish()
+    alive = staged(tmp_path / "c", "alive")
     names = {path.name for path in tmp_path.iterdir()}
     for stale in (".ztmp-", ".zdel-", ".zdata-"):
         folder = tmp_path / f"{stale}{'0' * 31}1"
         folder.mkdir()
         (folder / "x").write_text("x")
     (tmp_path / f".ztmp-{'0' * 31}2").symlink_to(f".zdata-{'0' * 31}2")
+    (tmp_path / f".ztmp-{'0' * 31}3").symlink_to(f".zdata-{'0' * 31}3")
+    (tmp_path / f".zdata-{'0' * 31}3").mkdir()
+    (tmp_path / f".zdel-{'0' * 31}4").write_text("x")
     kept = [tmp_path / ".ztmp-notes", tmp_path / ".zdel-", tmp_path / f".zold-{'0' * 32}"]
     for path in kept:
         path.write_text("not ours to delete")
@@ -231,7 +261,7 @@ def test_what_a_killed_process_left_is_swept_and_what_a_living_one_writes_is_not
 
 
 def test_no_temporary_name_looks_like_a_checkpoint(tmp_path: Path) -> None:
-    staging = Staging(tmp_path / "hpc_ckpt_4.ckpt")
+    staging = staged(tmp_path / "hpc_ckpt_4.ckpt", "")
     assert staging.path.name.startswith(".ztmp-")
     assert "ckpt" not in staging.path.name
     assert not staging.path.name.endswith(".ckpt")

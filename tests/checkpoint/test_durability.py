@@ -79,7 +79,9 @@ def test_a_folder_that_cannot_be_read_is_left_alone(tmp_path: Path, monkeypatch:
         return opened(path, *arguments, **options)
 
     monkeypatch.setattr(os, "open", refuse)
-    Staging(tmp_path / "a" / "c").discard()
+    staging = Staging(tmp_path / "a" / "c")
+    staging.begin()
+    staging.discard()
 
 
 # --------------------------------------------------------------------------------------------------------------- strace

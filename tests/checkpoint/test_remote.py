@@ -280,16 +280,16 @@ def test_a_checkpoint_with_others_in_it_is_neither_replaced_nor_removed(name: st
     save("memory://bucket/c", 1)
     system.pipe_file(f"/bucket/c/{name}/zero.json", b"x")
     before = system.find("/bucket")
-    with pytest.raises(CheckpointError, match=rf"folders in it \({name}\)"):
+    with pytest.raises(CheckpointError, match=rf"directories in it \({name}\)"):
         save("memory://bucket/c", 2)
-    with pytest.raises(IsADirectoryError, match=rf"folders in it \({name}\)"):
+    with pytest.raises(IsADirectoryError, match=rf"directories in it \({name}\)"):
         remove("memory://bucket/c")
     assert system.find("/bucket") == before
 
 
 def test_nothing_is_saved_into_a_checkpoint() -> None:
     save("memory://bucket/c", 1)
-    with pytest.raises(CheckpointError, match=r"folder that 'memory://bucket/c/best.ckpt' lies in is a checkpoint"):
+    with pytest.raises(CheckpointError, match=r"'memory://bucket/c' is a checkpoint, and 'best.ckpt' in it"):
         save("memory://bucket/c/best.ckpt", 2)
     assert listing("memory://bucket") == WHOLE
 

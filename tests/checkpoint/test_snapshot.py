@@ -1,44 +1,14 @@
-"""A snapshot is a faithful copy, made with few copies, in memory that is taken once."""
+"""A snapshot is a faithful copy, in memory that is taken once."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_zero.checkpoint import FlatShard, save_checkpoint_directory
 from lightning_zero.checkpoint.background import Snapshots
 from tests.checkpoint.samples import checkpoint, control, end_to_end, load_and_verify, parameters
-
-
-class Copies(TorchDispatchMode):
-    """Counts the copies of tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in (torch.ops.aten.copy_.default, torch.ops.aten.clone.default)
-        return func(*args, **(kwargs or {}))
-
-
-def test_slices_of_one_buffer_are_copied_at_once_and_far_apart_ones_alone() -> None:
-    flat = torch.arange(1_000_000, dtype=torch.float32)
-    near = {f"p{i}": FlatShard(flat[i * 100 : i * 100 + 90], (100,), 5) for i in range(50)}
-    far = {f"q{i}": FlatShard(flat[i * 100_000 : i * 100_000 + 64], (8, 8), 0) for i in range(3, 6)}
-    snapshots = Snapshots()
-    with Copies() as copies:
-        taken = snapshots.take({"state_dict": {**near, **far}})
-    assert copies.count == 4  # elements 0 to 4990 at once, and 3 x 64
-    assert snapshots.nbytes < 5000 * 4 + 3 * 512
-    for name, shard in {**near, **far}.items():
-        found = taken["state_dict"][name]
-        assert type(found) is FlatShard
-        assert (found.shape, found.start) == (shard.shape, shard.start)
-        assert torch.equal(found.local, shard.local)
 
 
 def test_memory_is_used_again_and_grows_only_with_the_checkpoint(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_zero.checkpoint.format.safetensors import SafetensorsFile
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
 from lightning_zero.checkpoint.format.typed_json import raw_memory
+from lightning_zero.checkpoint.storage import publish
 from lightning_zero.checkpoint.storage.publish import StagedFile, Staging
 from lightning_zero.checkpoint.writing import write_bytes
 
@@ -279,25 +280,32 @@ def _unsupported(source: Path, final: Path) -> Path | None:
     raise OSError(errno.EINVAL, "no renameat2 here")
 
 
-def test_a_file_replaces_a_directory_that_was_published_through_a_link(tmp_path: Path) -> None:
+def test_a_file_replaces_a_directory_that_was_published_through_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where directories cannot be exchanged, a checkpoint's name is a link to its data, which goes with it."""
-    staging = Staging(tmp_path / "c", exchange=_unsupported)
+    monkeypatch.setattr(publish, "_exchange", _unsupported)
+    staging = Staging(tmp_path / "c")
+    staging.begin()
     (staging.path / "zero.json").write_text("{}")
     staging.publish()
     assert (tmp_path / "c").is_symlink()
 
-    staged = StagedFile(tmp_path / "c", 3, exchange=_unsupported)
+    staged = StagedFile(tmp_path / "c", 3)
     staged.path.write_text("new")
     staged.publish()
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
     assert (tmp_path / "c").read_text() == "new"
 
 
-def test_a_file_does_not_replace_a_directory_where_that_takes_two_steps(tmp_path: Path) -> None:
+def test_a_file_does_not_replace_a_directory_where_that_takes_two_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish, "_exchange", _unsupported)
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "zero.json").write_text("{}")
-    staged = StagedFile(tmp_path / "c", 3, exchange=_unsupported)
-    with pytest.raises(IsADirectoryError, match=r"c' is a checkpoint directory.*Delete it"):
+    staged = StagedFile(tmp_path / "c", 3)
+    with pytest.raises(IsADirectoryError, match=r"c' is a directory.*Move it away"):
         staged.publish()
     staged.discard()
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["c", "zero.json"]

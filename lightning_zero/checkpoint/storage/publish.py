@@ -12,8 +12,8 @@ Whenever the process dies, the final name leads to the old checkpoint or to the 
 plain renames would leave a moment with neither.) Deleting renames first, so that a half-deleted directory never has a
 valid name.
 
-What a killed process left behind is removed by the next save in the same folder. A directory in use is told from a
-stale one by a lock (``flock``) on the directory itself, which the kernel drops with the process.
+The next save in the same folder removes what a killed process left. A directory in use is told from a stale one by a
+lock (``flock``) on the directory itself, which the kernel drops with the process.
 
 Temporary names are random and never derived from the final one: Lightning finds checkpoints to resume from by
 searching folders for names that contain ``last`` or ``ckpt_``, and reads numbers out of them.
@@ -51,34 +51,23 @@ import stat
 import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from lightning_zero.checkpoint.format.record import META_FILE, METADATA_FILE, RECORD_FILE, Record
 from lightning_zero.checkpoint.storage.files import entries_of, is_remote, local_path, open_store
 
-__all__ = [
-    "Destination",
-    "Exchange",
-    "RemoteDestination",
-    "StagedFile",
-    "Staging",
-    "is_checkpoint_directory",
-    "remove",
-    "sweep",
-]
+__all__ = ["RemoteStaging", "StagedFile", "Staging", "is_checkpoint_directory", "remove", "sweep"]
 
 _TEMPORARY = ".ztmp-"  # being written, or a replaced checkpoint about to be deleted
 _DELETED = ".zdel-"  # being deleted
 _DATA = ".zdata-"  # what a final name links to, where directories cannot be exchanged
-_MOVED = ".zold-"  # a foreign directory on its way out, where directories cannot be exchanged; never swept
 _OURS = re.compile(r"\.z(?:tmp|del|data)-[0-9a-f]{32}")
 
 _MARKS = (RECORD_FILE, METADATA_FILE, META_FILE)  # what makes a folder a checkpoint, the most important first
 _OF_A_SAVE = re.compile(r"(?:__\d+_\d+|meta)-([0-9a-f]{32})\.(?:distcp|pt|bin)")  # in a store
 _COPIED = re.compile(r".+\.distcp|meta\.bin")  # of a checkpoint that was written elsewhere, or by another program
-
-Exchange = Callable[[Path, Path], "Path | None"]
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
@@ -87,61 +76,83 @@ _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 class Staging:
-    """A directory being written, on the one rank that makes and publishes it.
+    """A directory that every rank writes files to and that rank 0 makes and publishes. See [Note: Publishing].
 
-    Args:
-        final: the name to publish under. Its parents are made.
-        exchange: moves one path to another in one step and returns where that which was there lies now, if anything;
-            ``OSError`` with ``ENOSYS`` where that is not possible. By default the system call of the note.
-
-    Raises:
-        IsADirectoryError: if ``final``, or what it links to, is a directory that is no checkpoint, or if it is one with
-            directories in it, which publishing would delete.
-        FileExistsError: if ``final`` would lie in a checkpoint, with which it would be deleted.
-        OSError: if the directory cannot be made.
+    Making one does nothing yet. ``path`` is the folder to write to, from ``begin`` or ``enter`` on, and ``suffix`` goes
+    into the names of files, before their extension, where they must be new with every save.
     """
 
-    def __init__(self, final: Path, exchange: Exchange | None = None) -> None:
-        if final.is_dir():
-            _check_deletable(final, "it is not replaced. Choose another name")
-        if any((final.parent / name).is_file() for name in (RECORD_FILE, METADATA_FILE)):
-            raise FileExistsError(
-                f"'{final.parent}' is a checkpoint, and '{final.name}' in it would be deleted with it. Choose another "
-                "folder"
-            )
+    suffix = ""
+
+    def __init__(self, final: Path) -> None:
         self.final = final
-        self._exchange = exchange or _exchange
-        _make_folder(final.parent)
-        sweep(final.parent)
-        self._lock: int | None
-        self._folder, self._lock = _make_locked(final.parent)
+        self.path = Path()
+        self._folder = Path()
+        self._lock: int | None = None  # while the folder is this process's to publish or to discard
+
+    def named(self, name: str) -> str:
+        """What a file of a known name is called here."""
+        stem, extension = os.path.splitext(name)
+        return f"{stem}{self.suffix}{extension}"
+
+    def begin(self) -> str:
+        """Rank 0: make the folder, and the parents of its final name. Returns what the others need to enter.
+
+        Raises:
+            IsADirectoryError: if ``final``, or what it links to, is a directory that is no checkpoint, or if it is one
+                with directories in it, which publishing would delete.
+            FileExistsError: if ``final`` would lie in a checkpoint, with which it would be deleted.
+            OSError: if the directory cannot be made.
+        """
+        parent = self.final.parent
+        if self.final.is_dir():
+            _check_deletable(self.final, "it is not replaced. Choose another name")
+        _refuse_within(lambda name: (parent / name).is_file(), str(self.final))
+        _make_folder(parent)
+        sweep(parent)
+        self._folder, self._lock = _make_locked(parent)
         self.path = self._folder
+        return str(self.path)
+
+    def enter(self, token: str) -> None:
+        """Every rank, with what rank 0's ``begin`` returned."""
+        self.path = Path(token)
+        if not self.path.is_dir():
+            raise FileNotFoundError(
+                f"'{self.path.parent}' is not the folder that rank 0 sees: use a shared file system"
+            )
+
+    def deliver(self, names: Sequence[str]) -> None:
+        """Any rank: let everybody see files that are complete. They are no checkpoint yet."""
+
+    def sizes(self) -> Mapping[str, int]:
+        """Rank 0: what everybody sees: bytes by file name."""
+        return {entry.name: entry.stat().st_size for entry in os.scandir(self.path)}
 
     def publish(self) -> None:
-        """Give the directory its final name, then delete what had it. See [Note: Publishing].
+        """Rank 0: give the directory its final name, then delete what had it, once everything is in it.
 
         After an ``OSError`` the final name still leads to what it led to before, or, if only making the name durable
         failed, to the whole new directory.
         """
         _fsync(self.path)
         try:
-            replaced = self._exchange(self.path, self.final)
+            replaced = _exchange(self.path, self.final)
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise
-            replaced = self._flip_link()
+            if self.final.is_dir() and not self.final.is_symlink():  # of another program or file system
+                _remove_empty(self.final)
+            replaced = self._replace()
         self._unlock()  # from here on the data is not ours to discard
         _fsync(self.final.parent)
         if replaced is not None:
             _retire(replaced)
 
     def discard(self) -> None:
-        """Delete the directory if it was not published. Never raises: the next save sweeps what is left."""
-        with contextlib.suppress(OSError):
-            link = self._beside(_TEMPORARY)
-            if link.is_symlink():
-                link.unlink()
+        """Every rank, at the end: delete what was not published. Never raises: the next save sweeps what is left."""
         if self._lock is not None:
+            _retire(self._beside(_TEMPORARY))
             _retire(self._folder)
             self._unlock()
 
@@ -149,26 +160,15 @@ class Staging:
         """A temporary name with the token of this directory's own."""
         return self.final.parent / f"{prefix}{self._folder.name[-32:]}"
 
-    def _flip_link(self) -> Path | None:
-        """Publish by a symbolic link. Returns what is to be deleted."""
+    def _replace(self) -> Path | None:
+        """Take the final name where nothing can be exchanged and no directory has it. Returns what is to be deleted."""
         data, link = self._beside(_DATA), self._beside(_TEMPORARY)
         os.rename(self._folder, data)
         self._folder = data
         os.symlink(data.name, link)
-        if self.final.is_symlink() or not self.final.is_dir():
-            replaced = _linked_data(self.final)
-            os.replace(link, self.final)
-            return replaced
-        # A directory that another program or file system made: a link cannot replace it, so for a moment the final name
-        # leads nowhere. The data is not lost even then: this name is never swept.
-        moved = self._beside(_MOVED)
-        os.rename(self.final, moved)
-        try:
-            os.replace(link, self.final)
-        except OSError:
-            os.rename(moved, self.final)
-            raise
-        return moved
+        replaced = _linked_data(self.final)
+        os.replace(link, self.final)
+        return replaced
 
     def _unlock(self) -> None:
         if self._lock is not None:
@@ -176,34 +176,119 @@ class Staging:
             self._lock = None
 
 
-def _make_folder(path: Path) -> None:
-    """Make a folder with its parents, each name durable in the folder above: also names that others have just made."""
-    path.mkdir(parents=True, exist_ok=True)
-    path = Path(os.path.abspath(path))
-    while not os.path.ismount(path):
-        path = path.parent
-        with contextlib.suppress(PermissionError):  # of who else made it, long before
-            _fsync(path)
+class StagedFile(Staging):
+    """A file of ``nbytes`` being written, on the one process that makes and publishes it. See [Note: Publishing].
+
+    It lies in a temporary directory beside its final name, because that is what later saves know how to sweep when the
+    process is killed. It is at ``path`` until it is published. Errors are those of ``Staging.begin``.
+    """
+
+    def __init__(self, final: Path, nbytes: int) -> None:
+        super().__init__(final)
+        self.begin()
+        self.path = self._folder / "file"
+        try:
+            with open(self.path, "xb") as file:
+                os.truncate(file.fileno(), nbytes)
+        except BaseException:
+            self.discard()
+            raise
+
+    def publish(self) -> None:
+        """Give the file its final name, durably, then delete what had it. Errors: see ``Staging.publish``."""
+        super().publish()
+        _retire(self._folder)
+        sweep(self.final.parent)  # the data of a directory that was published through a link
+
+    def _replace(self) -> None:
+        os.replace(self.path, self.final)
 
 
-def is_checkpoint_directory(path: Path) -> bool:
-    """Whether a directory is one of ours, one of Lightning's, or empty."""
-    names = set(os.listdir(path))
-    return not names or bool(names & {RECORD_FILE, METADATA_FILE, META_FILE})
+class RemoteStaging(Staging):
+    """The same for a folder behind a URL of any protocol of fsspec. See [Note: Publishing without rename].
+
+    Every rank has a local folder of its own, whose files it delivers.
+    """
+
+    def __init__(self, url: str) -> None:
+        super().__init__(Path(tempfile.gettempdir()) / uuid.uuid4().hex)
+        self._url = url.rstrip("/")
+        self._discards = False  # whether what was delivered is to be deleted: on rank 0, if it cannot be published
+
+    @cached_property
+    def _at(self) -> tuple[Any, str]:
+        return open_store(self._url)
+
+    def begin(self) -> str:
+        store, root = self._at
+        if store.isfile(root):
+            raise FileExistsError(f"'{self._url}' is a file. Delete it, or choose another name")
+        _check_is_checkpoint(self._url, _folders(_names(store, root)), "it is not replaced. Choose another name")
+        if parent := root.rpartition("/")[0]:
+            _refuse_within(lambda name: bool(store.isfile(f"{parent}/{name}")), self._url)
+        store.makedirs(root, exist_ok=True)
+        self._discards = True
+        return uuid.uuid4().hex
+
+    def enter(self, token: str) -> None:
+        self.suffix = f"-{token}"
+        super().begin()
+
+    def deliver(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._put(name, name)
+
+    def sizes(self) -> Mapping[str, int]:
+        return {name: int(entry["size"] or 0) for name, entry in _names(*self._at).items()}
+
+    def publish(self) -> None:
+        store, root = self._at
+        # If the store says nothing definite about ``zero.json``, nothing is deleted.
+        before = _listed(self._read_record())
+        record = (self.path / RECORD_FILE).read_bytes()
+        self._discards = False
+        try:
+            store.pipe_file(f"{root}/{RECORD_FILE}", record)
+        except BaseException:
+            # An answer that was lost says nothing about the request.
+            self._discards = self._read_record() not in (record, None)
+            raise
+        self._put(METADATA_FILE, METADATA_FILE)
+        self._put(self.named(META_FILE), META_FILE)
+        with contextlib.suppress(Exception):  # what is left is deleted by the next save
+            self._delete(lambda name, save: name in before or save not in (None, self.suffix[1:]))
+
+    def discard(self) -> None:
+        super().discard()
+        if self._discards:
+            with contextlib.suppress(Exception):
+                self._delete(lambda name, save: save == self.suffix[1:])
+
+    def _put(self, name: str, target: str) -> None:
+        store, root = self._at
+        store.put_file(str(self.path / name), f"{root}/{target}")
+
+    def _delete(self, chosen: Callable[[str, str | None], bool]) -> None:
+        """Delete objects, chosen by their names and by the save that made them."""
+        store, root = self._at
+        for name in _names(store, root):
+            ours = _OF_A_SAVE.fullmatch(name)
+            if chosen(name, ours and ours[1]):
+                store.rm_file(f"{root}/{name}")
+
+    def _read_record(self) -> bytes | None:
+        """What ``zero.json`` holds now: empty if there is none, ``None`` if that cannot be found out."""
+        store, root = self._at
+        try:
+            content: bytes = store.cat_file(f"{root}/{RECORD_FILE}")
+        except FileNotFoundError:
+            return b""
+        except Exception:
+            return None
+        return content
 
 
-def _check_deletable(path: Path, otherwise: str) -> None:
-    """Refuse what may hold more than one checkpoint: no writer of checkpoints makes directories in them."""
-    if not is_checkpoint_directory(path):
-        raise IsADirectoryError(f"'{path}' is a directory that is not a checkpoint; {otherwise}")
-    if path.is_symlink() and _linked_data(path) is None:
-        return  # somebody's link: only the link goes
-    inside = sorted(entry.name for entry in os.scandir(path) if entry.is_dir(follow_symlinks=False))
-    if inside:
-        raise IsADirectoryError(
-            f"'{path}' is a checkpoint with directories in it ({', '.join(inside[:3])}), which would be deleted; "
-            f"{otherwise}, or move them away"
-        )
+# --------------------------------------------------------------------------------------------- what may be deleted
 
 
 def remove(path: str | os.PathLike[str]) -> None:
@@ -217,31 +302,150 @@ def remove(path: str | os.PathLike[str]) -> None:
     path = local_path(path)
     if not os.path.lexists(path):
         return
-    data = _linked_data(path)
-    if path.is_dir() and (not path.is_symlink() or data is not None):
+    if path.is_dir() and (not path.is_symlink() or _linked_data(path) is not None):
         _check_deletable(path, "it is not deleted. Delete it yourself")
-    if path.is_dir() and not path.is_symlink():
-        doomed = path.with_name(f"{_DELETED}{uuid.uuid4().hex}")
-        os.rename(path, doomed)
-        _fsync(path.parent)
-        _delete(doomed)
+    _delete(path)
+
+
+def _remove_from_store(url: str) -> None:
+    store, root = open_store(url)
+    store.invalidate_cache()
+    if store.isfile(root):
+        store.rm_file(root)
         return
-    path.unlink()
-    _fsync(path.parent)
-    if data is not None:
-        _retire(data)
+    names = _names(store, root)
+    _check_is_checkpoint(url, _folders(names), "it is not deleted. Delete it yourself")
+    listed = _listed(store.cat_file(f"{root}/{RECORD_FILE}") if RECORD_FILE in names else None)
+    others = [name for name in names if name in listed or _OF_A_SAVE.fullmatch(name) or _COPIED.fullmatch(name)]
+    for name in (*(mark for mark in _MARKS if mark in names), *others):
+        store.rm_file(f"{root}/{name}")
+    if not _names(store, root):
+        with contextlib.suppress(Exception):  # where folders are nothing but parts of names
+            store.rmdir(root)
+
+
+def _listed(record: bytes | None) -> set[str]:
+    """The names that a record lists, but for those that have the same name in every checkpoint."""
+    try:
+        return set(Record.from_bytes(record or b"").files).difference(_MARKS)
+    except ValueError:  # there is none, or it is damaged or of another version
+        return set()
+
+
+def _names(store: Any, root: str) -> dict[str, Mapping[str, Any]]:
+    """What is in a folder, by name; nothing if there is none."""
+    try:
+        return entries_of(store, root)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+
+
+def _folders(names: Mapping[str, Mapping[str, Any]]) -> dict[str, bool]:
+    return {name: entry.get("type") == "directory" for name, entry in names.items()}
+
+
+def is_checkpoint_directory(path: Path) -> bool:
+    """Whether a directory is one of ours, one of Lightning's, or empty."""
+    names = os.listdir(path)
+    return not names or not set(_MARKS).isdisjoint(names)
+
+
+def _check_deletable(path: Path, otherwise: str) -> None:
+    goes = not path.is_symlink() or _linked_data(path) is not None  # of somebody's link only the link goes
+    _check_is_checkpoint(
+        str(path), {at.name: goes and at.is_dir(follow_symlinks=False) for at in os.scandir(path)}, otherwise
+    )
+
+
+def _check_is_checkpoint(place: str, names: Mapping[str, bool], otherwise: str) -> None:
+    """Refuse what may hold more than one checkpoint: no writer of checkpoints makes directories in them.
+
+    ``names`` are those in it, and whether each is a directory.
+    """
+    if names and not any(name in _MARKS or _OF_A_SAVE.fullmatch(name) for name in names):
+        raise IsADirectoryError(f"'{place}' is a directory that is not a checkpoint; {otherwise}")
+    if inside := sorted(name for name, is_directory in names.items() if is_directory):
+        raise IsADirectoryError(
+            f"'{place}' is a checkpoint with directories in it ({', '.join(inside[:3])}), which would be deleted; "
+            f"{otherwise}, or move them away"
+        )
+
+
+def _refuse_within(is_beside: Callable[[str], bool], final: str) -> None:
+    """Refuse a name in a checkpoint, with which it would be deleted."""
+    if is_beside(RECORD_FILE) or is_beside(METADATA_FILE):
+        raise FileExistsError(
+            f"'{os.path.dirname(final)}' is a checkpoint, and '{os.path.basename(final)}' in it would be deleted with "
+            "it. Choose another folder"
+        )
 
 
 def sweep(folder: Path) -> None:
     """Remove what killed processes left in a folder. Never raises, and leaves what a living process holds."""
     with contextlib.suppress(OSError):
-        linked = {
-            os.readlink(entry.path) for entry in os.scandir(folder) if entry.is_symlink() and not _is_ours(entry.name)
-        }
-        for entry in list(os.scandir(folder)):
-            if _is_ours(entry.name) and entry.name not in linked:
-                with contextlib.suppress(OSError):
-                    _sweep_one(folder, Path(entry.path))
+        for entry in [entry for entry in os.scandir(folder) if _OURS.fullmatch(entry.name)]:
+            with contextlib.suppress(OSError):
+                _sweep_one(Path(entry.path))
+
+
+def _sweep_one(path: Path) -> None:
+    lock = None
+    if not path.name.startswith(_DELETED):
+        held = path.parent / os.readlink(path) if path.is_symlink() else path  # a link between two steps of _replace
+        lock = _try_lock(held)
+        if lock is None and held.exists():
+            return
+    try:
+        # Only now: it may just have been published.
+        names = [entry for entry in os.scandir(path.parent) if entry.is_symlink() and not _OURS.fullmatch(entry.name)]
+        if path.name not in [os.readlink(entry.path) for entry in names]:
+            _delete(path)
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _delete(path: Path) -> None:
+    """Delete a file, a directory, or a link with the data behind it; ``OSError`` if the name could not be removed."""
+    data, doomed = _linked_data(path), path.with_name(f"{_DELETED}{uuid.uuid4().hex}")
+    os.rename(path, doomed)
+    _fsync(path.parent)
+    with contextlib.suppress(OSError):
+        if stat.S_ISDIR(os.lstat(doomed).st_mode):
+            shutil.rmtree(doomed, ignore_errors=True)
+        else:
+            doomed.unlink()
+    if data is not None:
+        _retire(data)
+
+
+def _retire(path: Path) -> None:
+    """Delete what no longer has a final name, if it is there. Never raises: the next save sweeps what is left."""
+    with contextlib.suppress(OSError):
+        _delete(path)
+
+
+# -------------------------------------------------------------------------------------------------- the file system
+
+
+def _remove_empty(path: Path) -> None:
+    try:
+        path.rmdir()
+    except OSError as error:
+        raise IsADirectoryError(
+            f"'{path}' is a directory, which this file system cannot replace in one step. Move it away, or choose "
+            "another name"
+        ) from error
+
+
+def _make_folder(path: Path) -> None:
+    """Make a folder with its parents, each name durable in the folder above: also names that others have just made."""
+    path.mkdir(parents=True, exist_ok=True)
+    path = Path(os.path.abspath(path))
+    while not os.path.ismount(path):
+        path = path.parent
+        with contextlib.suppress(PermissionError):  # of who else made it, long before
+            _fsync(path)
 
 
 def _fsync(path: Path) -> None:
@@ -254,27 +458,6 @@ def _fsync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def _sweep_one(folder: Path, path: Path) -> None:
-    if path.is_symlink():  # between two steps of _flip_link, unless its data is still locked
-        lock = _try_lock(folder / os.readlink(path))
-        if lock is not None or not path.exists():
-            path.unlink()
-    elif path.name.startswith(_DELETED):
-        _delete(path)
-        return
-    else:
-        lock = _try_lock(path)
-        # A data directory may have been published between our look at the links and our lock.
-        if lock is not None and not any(_linked_data(other) == path for other in folder.iterdir()):
-            _retire(path)
-    if lock is not None:
-        os.close(lock)
-
-
-def _is_ours(name: str) -> bool:
-    return _OURS.fullmatch(name) is not None
 
 
 def _make_locked(parent: Path) -> tuple[Path, int]:
@@ -309,7 +492,10 @@ def _try_lock(path: Path) -> int | None:
 
 
 def _exchange(source: Path, final: Path) -> Path | None:
-    """Move ``source`` to ``final`` in one step. Returns where that which was there lies now."""
+    """Move ``source`` to ``final`` in one step. Returns where that which was there lies now.
+
+    ``OSError`` with ``ENOSYS`` or alike where that is not possible.
+    """
     try:
         _renameat2(source, final, _RENAME_NOREPLACE)
     except FileExistsError:
@@ -334,230 +520,4 @@ def _linked_data(path: Path) -> Path | None:
     if not path.is_symlink():
         return None
     target = os.readlink(path)
-    return path.parent / target if target.startswith(_DATA) and _is_ours(target) else None
-
-
-def _retire(path: Path) -> None:
-    """Delete what no longer has a final name. Never raises: what is left is swept by the next save."""
-    with contextlib.suppress(OSError):
-        data = _linked_data(path)
-        doomed = path.with_name(f"{_DELETED}{uuid.uuid4().hex}")
-        os.rename(path, doomed)
-        _delete(doomed)
-        if data is not None:
-            _retire(data)
-
-
-def _delete(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        if stat.S_ISDIR(os.lstat(path).st_mode):
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink()
-
-
-class StagedFile(Staging):
-    """A file being written, on the one process that makes and publishes it. See [Note: Publishing].
-
-    It lies in a temporary directory beside its final name, because that is what later saves know how to sweep when the
-    process is killed. Arguments and errors are those of ``Staging``, but for ``nbytes``, the size of the file; the
-    exchange is needed only where a directory has the name. It is at ``path`` until it is published.
-    """
-
-    def __init__(self, final: Path, nbytes: int, exchange: Exchange | None = None) -> None:
-        super().__init__(final, exchange)
-        self.path = self._folder / "file"
-        try:
-            with open(self.path, "xb") as file:
-                os.truncate(file.fileno(), nbytes)
-        except BaseException:
-            self.discard()
-            raise
-
-    def publish(self) -> None:
-        """Give the file its final name, durably, then delete what had it. Errors: see ``Staging.publish``."""
-        _fsync(self.path)
-        if self.final.is_dir() and not self.final.is_symlink():
-            try:
-                self._exchange(self.path, self.final)  # the directory then has the temporary name
-            except OSError as error:
-                if error.errno not in _UNSUPPORTED:
-                    raise
-                raise IsADirectoryError(
-                    f"'{self.final}' is a checkpoint directory, which this file system cannot replace by a file in one "
-                    "step. Delete it, or choose another name."
-                ) from error
-        else:
-            os.replace(self.path, self.final)
-        _fsync(self.final.parent)
-        self.discard()
-        sweep(self.final.parent)  # the data of a directory that was published through a link
-
-
-class Destination:
-    """One save of one directory, on one rank: on a file system that all ranks share. See [Note: Publishing]."""
-
-    def __init__(self, final: str | os.PathLike[str]) -> None:
-        self._final = final
-        self._staging: Staging | None = None  # on rank 0
-        self.path = Path()  # the folder this rank writes its files to, once it was entered
-        self.suffix = ""  # of file names, before their extension, where names must be new with every save
-
-    def named(self, name: str) -> str:
-        """What a file of a known name is called here."""
-        stem, extension = os.path.splitext(name)
-        return f"{stem}{self.suffix}{extension}"
-
-    def begin(self) -> str:
-        """Rank 0: get ready. Returns what the other ranks need to enter."""
-        self._staging = Staging(local_path(self._final))
-        return str(self._staging.path)
-
-    def enter(self, token: str) -> None:
-        """Every rank, with what rank 0's ``begin`` returned."""
-        self.path = Path(token)
-        if not self.path.is_dir():
-            raise FileNotFoundError(
-                f"'{self.path.parent}' is not the folder that rank 0 sees: use a shared file system"
-            )
-
-    def deliver(self, names: Sequence[str]) -> None:
-        """Any rank: let everybody see files that are complete. They are no checkpoint yet."""
-
-    def sizes(self) -> Mapping[str, int]:
-        """Rank 0: what everybody sees: bytes by file name."""
-        return {entry.name: entry.stat().st_size for entry in os.scandir(self.path)}
-
-    def commit(self) -> None:
-        """Rank 0: publish, in one step, once every file is delivered and the record is in ``path``."""
-        if self._staging is not None:
-            self._staging.publish()
-
-    def discard(self) -> None:
-        """Every rank, at the end: delete what was not published. Never raises."""
-        if self._staging is not None:
-            self._staging.discard()
-
-
-class RemoteDestination(Destination):
-    """A folder behind a URL of any protocol of fsspec. See [Note: Publishing without rename]."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
-        self._url = url.rstrip("/")
-        self._store: Any = None
-        self._root = ""
-        self._is_first = False  # rank 0
-        self._may_be_published = False
-
-    def begin(self) -> str:
-        self._connect()
-        self._is_first = True
-        if self._store.isfile(self._root):
-            raise FileExistsError(f"'{self._url}' is a file. Delete it, or choose another name")
-        _check_is_checkpoint(self._url, _names(self._store, self._root))
-        parent = self._root.rpartition("/")[0]
-        if parent and any(self._store.isfile(f"{parent}/{name}") for name in (RECORD_FILE, METADATA_FILE)):
-            raise FileExistsError(f"the folder that '{self._url}' lies in is a checkpoint. Choose another folder")
-        self._store.makedirs(self._root, exist_ok=True)
-        return uuid.uuid4().hex
-
-    def enter(self, token: str) -> None:
-        if self._store is None:
-            self._connect()
-        self.suffix = f"-{token}"
-        self._staging = Staging(Path(tempfile.gettempdir()) / uuid.uuid4().hex)
-        self.path = self._staging.path
-
-    def deliver(self, names: Sequence[str]) -> None:
-        for name in names:
-            self._store.put_file(str(self.path / name), f"{self._root}/{name}")
-
-    def sizes(self) -> Mapping[str, int]:
-        return {name: int(entry["size"] or 0) for name, entry in _names(self._store, self._root).items()}
-
-    def commit(self) -> None:
-        # If the store says nothing definite about ``zero.json``, nothing is deleted.
-        before = _listed(self._read_record())
-        record = (self.path / RECORD_FILE).read_bytes()
-        self._may_be_published = True
-        try:
-            self._store.pipe_file(f"{self._root}/{RECORD_FILE}", record)
-        except BaseException:
-            # An answer that was lost says nothing about the request.
-            self._may_be_published = self._read_record() in (record, None)
-            raise
-        self._store.put_file(str(self.path / METADATA_FILE), f"{self._root}/{METADATA_FILE}")
-        self._store.put_file(str(self.path / self.named(META_FILE)), f"{self._root}/{META_FILE}")
-        with contextlib.suppress(Exception):  # what is left is deleted by the next save
-            self._delete(lambda name, save: name in before or save not in (None, self.suffix[1:]))
-
-    def discard(self) -> None:
-        super().discard()
-        if self._is_first and self.suffix and not self._may_be_published:
-            with contextlib.suppress(Exception):
-                self._delete(lambda name, save: save == self.suffix[1:])
-
-    def _delete(self, chosen: Callable[[str, str | None], bool]) -> None:
-        """Delete objects, chosen by their names and by the save that made them."""
-        for name in _names(self._store, self._root):
-            ours = _OF_A_SAVE.fullmatch(name)
-            if chosen(name, ours and ours[1]):
-                self._store.rm_file(f"{self._root}/{name}")
-
-    def _connect(self) -> None:
-        self._store, self._root = open_store(self._url)
-
-    def _read_record(self) -> bytes | None:
-        """What ``zero.json`` holds now: empty if there is none, ``None`` if that cannot be found out."""
-        try:
-            content: bytes = self._store.cat_file(f"{self._root}/{RECORD_FILE}")
-        except FileNotFoundError:
-            return b""
-        except Exception:
-            return None
-        return content
-
-
-def _remove_from_store(url: str) -> None:
-    store, root = open_store(url)
-    store.invalidate_cache()
-    if store.isfile(root):
-        store.rm_file(root)
-        return
-    names = _names(store, root)
-    _check_is_checkpoint(url, names)
-    listed = _listed(store.cat_file(f"{root}/{RECORD_FILE}") if RECORD_FILE in names else None)
-    others = [name for name in names if name in listed or _OF_A_SAVE.fullmatch(name) or _COPIED.fullmatch(name)]
-    for name in (*(mark for mark in _MARKS if mark in names), *others):
-        store.rm_file(f"{root}/{name}")
-    if not _names(store, root):
-        with contextlib.suppress(Exception):  # where folders are nothing but parts of names
-            store.rmdir(root)
-
-
-def _listed(record: bytes | None) -> set[str]:
-    """The names that a record lists, but for those that have the same name in every checkpoint."""
-    try:
-        return set(Record.from_bytes(record or b"").files).difference(_MARKS)
-    except ValueError:  # there is none, or it is damaged or of another version
-        return set()
-
-
-def _names(store: Any, root: str) -> dict[str, Mapping[str, Any]]:
-    """What is in a folder, by name; nothing if there is none."""
-    try:
-        return entries_of(store, root)
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-
-
-def _check_is_checkpoint(url: str, names: Mapping[str, Any]) -> None:
-    if names and not any(name in _MARKS or _OF_A_SAVE.fullmatch(name) for name in names):
-        raise IsADirectoryError(f"'{url}' is a folder that is not a checkpoint (it holds {sorted(names)[:3]})")
-    inside = sorted(name for name, entry in names.items() if entry.get("type") == "directory")
-    if inside:
-        raise IsADirectoryError(
-            f"'{url}' is a checkpoint with folders in it ({', '.join(inside[:3])}). Move them away, or choose another "
-            "name"
-        )
+    return path.parent / target if target.startswith(_DATA) and _OURS.fullmatch(target) else None

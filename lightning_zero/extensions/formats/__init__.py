@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightning_zero.checkpoint.consolidated import Export, refuse_overlap
 from lightning_zero.checkpoint.load import Found, Kind, Reader, with_samples
-from lightning_zero.checkpoint.storage.files import Files, is_remote, local_path
+from lightning_zero.checkpoint.storage.files import is_remote, local_path, open_folder
 from lightning_zero.extensions.formats.deepspeed import deepspeed_folder, read_deepspeed_directory
 from lightning_zero.extensions.formats.fsdp import export_fsdp
 from lightning_zero.extensions.formats.huggingface import (
@@ -25,11 +25,12 @@ from lightning_zero.extensions.formats.names import adapters_in, described_model
 __all__ = ["READERS", "adapters_in", "described_models", "export", "find", "under_names_of"]
 
 
-def find(path: str | os.PathLike[str], files: Files) -> Found | None:
-    """What kind of checkpoint a folder is, with ``files`` in it that other programs use; ``None`` if it is none.
+def find(path: str | os.PathLike[str]) -> Found | None:
+    """What kind of checkpoint a folder is, by the files in it that other programs use; ``None`` if it is none.
 
     ``CheckpointError`` if it names a save of DeepSpeed that is gone.
     """
+    files = open_folder(path, follow_links=True)
     if files.has(INDEX_FILE) or files.has(SINGLE_FILE):
         return Found(Kind.HUGGING_FACE, files)
     folder = deepspeed_folder(path)

@@ -28,15 +28,7 @@ from lightning_zero.checkpoint.consolidated import Export, warn_of_excluded
 from lightning_zero.checkpoint.directories import Directory, ForeignDirectory, read_directory
 from lightning_zero.checkpoint.format.dcp import BoxItem, Index, StoredBox, StoredBytes, to_metadata
 from lightning_zero.checkpoint.format.record import META_FILE, METADATA_FILE, RECORD_FILE, TensorItem
-from lightning_zero.checkpoint.storage.files import (
-    WRITTEN_NBYTES,
-    Files,
-    is_folder,
-    is_remote,
-    local_path,
-    open_folder,
-    read_bytes,
-)
+from lightning_zero.checkpoint.storage.files import PIECE_NBYTES, Files, is_remote, local_path, open_folder, read_bytes
 from lightning_zero.checkpoint.storage.publish import Staging
 from lightning_zero.checkpoint.writing import new_file, progress_bar
 from lightning_zero.errors import CheckpointError
@@ -66,7 +58,7 @@ def export_fsdp(settings: Export) -> list[Path]:
 
 def _write(source: str, out: Path, progress: bool) -> Path:
     folder = None if is_remote(source) else local_path(source)
-    if not is_folder(source):
+    if folder is not None and not folder.is_dir():
         raise _unfit(source, "is no directory")
     before = None if folder is None else os.stat(folder)
     files = open_folder(source)
@@ -82,6 +74,7 @@ def _write(source: str, out: Path, progress: bool) -> Path:
         _check_record(own, directory, sizes)
     index = to_metadata(_renamed(directory.index, paths, data))
     staging = Staging(out)
+    staging.begin()
     try:
         targets = {name: staging.path / new for name, new in data.items()}
         copied = targets if own is None or folder is None else _not_linked(folder, targets)
@@ -188,5 +181,5 @@ def _copy(files: Files, targets: Mapping[str, Path], sizes: Mapping[str, int], t
     with progress_bar(title, sum(sizes[name] for name in targets), progress and bool(targets)) as bar:
         for name, path in targets.items():
             with new_file(path) as file:
-                for offset in range(0, sizes[name], WRITTEN_NBYTES):
-                    bar.update(file.write(read_bytes(files, name, offset, min(WRITTEN_NBYTES, sizes[name] - offset))))
+                for offset in range(0, sizes[name], PIECE_NBYTES):
+                    bar.update(file.write(read_bytes(files, name, offset, min(PIECE_NBYTES, sizes[name] - offset))))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightning_zero.extensions.inspection.contents import Inspection
     from lightning_zero.extensions.inspection.verification import Verification
 
-__all__ = ["help_text", "inspect_checkpoint", "run", "verify_checkpoint", "verify_together"]
+__all__ = ["checkpoints_in", "help_text", "inspect_checkpoint", "run", "verify_checkpoint", "verify_together"]
 
 UNVERIFIABLE = 3
 _WHAT = (
@@ -26,7 +26,8 @@ _WHAT = (
     f"it is damaged or no checkpoint, and with {UNVERIFIABLE} if nothing is wrong with it, but files without checksums "
     "may have changed."
 )
-_LATER = {"inspect_checkpoint": "contents", "verify_checkpoint": "verification", "verify_together": "verification"}
+_LATER = dict.fromkeys(("checkpoints_in", "inspect_checkpoint"), "contents")
+_LATER |= dict.fromkeys(("verify_checkpoint", "verify_together"), "verification")
 
 
 def __getattr__(name: str) -> Any:

@@ -14,21 +14,14 @@ from lightning_zero.checkpoint.consolidated import RANDOM_KEY, SUMMARY_KEY
 from lightning_zero.checkpoint.directories import Directory
 from lightning_zero.checkpoint.format.record import RECORD_FILE, tensors_in
 from lightning_zero.checkpoint.format.typed_json import Decoder, Inexpressible, dtype_name
-from lightning_zero.checkpoint.load import (
-    Found,
-    Kind,
-    checkpoints_in,
-    find_checkpoint,
-    is_checkpoint_directory_at,
-    open_checkpoint,
-)
+from lightning_zero.checkpoint.load import Found, Kind, find_checkpoint, is_checkpoint_directory_at, open_checkpoint
 from lightning_zero.checkpoint.storage.files import is_remote, local_path
 from lightning_zero.checkpoint.writing import stored_identity
 from lightning_zero.comm import ControlGroup
 from lightning_zero.config import Placement, Stage
 from lightning_zero.errors import CheckpointError, columns, readable_size, some
 
-__all__ = ["Inspection", "describe_list", "inspect_checkpoint", "list_checkpoints", "reason_of"]
+__all__ = ["Inspection", "checkpoints_in", "describe_list", "inspect_checkpoint", "list_checkpoints", "reason_of"]
 
 _OPTIONS = ("lr", "weight_decay", "momentum", "betas", "eps")
 _MOMENT = ("epoch", "global_step")
@@ -130,6 +123,20 @@ class Inspection:
             rows = [[f"  {name}", readable_size(nbytes)] for name, nbytes in self.files.items()]
             lines += ["", "Files", *columns(rows, right=(1,))]
         return "\n".join(map(_printable, lines))
+
+
+def checkpoints_in(path: str | os.PathLike[str]) -> list[str]:
+    """The checkpoints in a local folder, and up to three folders down: directories, and files by their endings."""
+    names: list[str] = []
+    top = "" if is_remote(path) else os.fspath(local_path(path))
+    for folder, folders, files in os.walk(top):
+        inner = os.path.relpath(folder, top)
+        open_ones = [name for name in folders if not name.startswith(".")]
+        found = [name for name in open_ones if is_checkpoint_directory_at(os.path.join(folder, name))]
+        found += [name for name in files if name.endswith((".ckpt", ".safetensors"))]
+        names += [os.path.normpath(os.path.join(inner, name)) for name in found]
+        folders[:] = [name for name in open_ones if name not in found] if inner.count(os.sep) < 2 else []
+    return sorted(names)
 
 
 def list_checkpoints(path: str | os.PathLike[str]) -> dict[str, Inspection | str]:
