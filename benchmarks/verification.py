@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint import FlatShard, open_checkpoint, save_checkpoint_directory
-from lightning_zero.checkpoint.directories import Directory
+from lightning_zero.checkpoint.load import Directory
 from lightning_zero.checkpoint.storage.files import open_folder, read_bytes
 from lightning_zero.comm import ControlGroup
 

@@ -34,7 +34,7 @@ from lightning_zero._torch import untracked
 from lightning_zero.checkpoint import StoredTensor, is_checkpoint_directory_at, open_checkpoint
 from lightning_zero.checkpoint.format.stored import new_tensor
 from lightning_zero.checkpoint.load import find_checkpoint, read_checkpoint
-from lightning_zero.checkpoint.writing import stored_identity
+from lightning_zero.checkpoint.save import stored_identity
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError, MaterialiseError, some
 from lightning_zero.meta import MetaValues

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import untracked
-from lightning_zero.checkpoint.format.flat_shard import FlatShard
+from lightning_zero.checkpoint.format.flat_shard import FlatShard, memory_identity
 from lightning_zero.checkpoint.format.record import tensors_in
 from lightning_zero.checkpoint.format.typed_json import is_plain
 from lightning_zero.checkpoint.save import no_garbage_collection
@@ -38,7 +38,7 @@ from lightning_zero.checkpoint.storage.publish import remove
 from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.control import failure_text
 from lightning_zero.errors import CheckpointError, CommunicationError
-from lightning_zero.offload.host import OffloadedTensor, host_memory
+from lightning_zero.offload.host import host_memory
 
 __all__ = ["Saver", "Snapshots"]
 
@@ -266,7 +266,7 @@ class Snapshots:
             places: dict[Hashable, int] = {}
             end = 0
             for _, elements in sources.values():
-                if (memory := _memory_of(elements)) not in places:
+                if (memory := memory_identity(elements)) not in places:
                     places[memory] = end
                     end += -(-elements.nbytes // _ALIGNMENT) * _ALIGNMENT
             devices = {elements.device for _, elements in sources.values()} - {torch.device("cpu")}
@@ -274,7 +274,7 @@ class Snapshots:
                 self._memory = torch.empty(0, dtype=torch.uint8)  # given back before more is taken
                 self._memory = host_memory(end, bool(devices))
             copied = {
-                key: _like(tensor, self._copy(elements, places[_memory_of(elements)]))
+                key: _like(tensor, self._copy(elements, places[memory_identity(elements)]))
                 for key, (tensor, elements) in sources.items()
             }
             for device in devices:
@@ -299,13 +299,6 @@ def _sources(checkpoint: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
             yield tensor, tensor.local
         elif is_plain(tensor) and not tensor.is_meta:
             yield tensor, tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def _memory_of(elements: Tensor) -> Hashable:
-    """Equal for the same bytes."""
-    if isinstance(elements, OffloadedTensor):
-        return elements.identity
-    return elements.device, elements.data_ptr(), elements.nbytes
 
 
 def _like(tensor: Tensor, flat: Tensor) -> Tensor:

@@ -25,18 +25,16 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.directories import Directory
 from lightning_zero.checkpoint.format.flat_shard import FlatShard, memory_identity
 from lightning_zero.checkpoint.format.record import RECORD_FILE, Leaf, put_together
 from lightning_zero.checkpoint.format.safetensors import SafetensorsFile
 from lightning_zero.checkpoint.format.stored import StoredTensor
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
 from lightning_zero.checkpoint.format.typed_json import Decoder, is_plain
-from lightning_zero.checkpoint.load import open_checkpoint
-from lightning_zero.checkpoint.save import SUMMARY_KEY, divide
+from lightning_zero.checkpoint.load import Directory, open_checkpoint
+from lightning_zero.checkpoint.save import SUMMARY_KEY, Pieces, combine, divide, progress_bar, write_bytes
 from lightning_zero.checkpoint.storage.files import is_remote, local_output, local_path, open_folder
 from lightning_zero.checkpoint.storage.publish import StagedFile
-from lightning_zero.checkpoint.writing import Pieces, combine, progress_bar, write_bytes
 from lightning_zero.comm import ControlGroup
 from lightning_zero.config import parse_size
 from lightning_zero.errors import CheckpointError

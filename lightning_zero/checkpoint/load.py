@@ -1,23 +1,54 @@
-"""Opening a checkpoint of any kind, which is found out by looking."""
+"""Opening a checkpoint of any kind, which is found out by looking, and reading directories.
+
+A directory of our own is read by its record. What is in a stock one of ``torch.distributed.checkpoint`` is put into
+Lightning's checkpoint dictionary, under the names of [Note: The directory]:
+
+    ModelParallelStrategy    state_dict.<name>, optimizer_0.state.<name>.<key>, optimizer_0.param_groups.0.<k>, meta.pt
+    FSDPStrategy             the same with model.<name>
+    dcp.save(state_dict)     <name>
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+import re
 import warnings
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any, Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
-from lightning_zero.checkpoint.directories import read_directory, read_foreign_directory
-from lightning_zero.checkpoint.format.record import METADATA_FILE, RECORD_FILE, Opened
+from torch import Tensor
+
+from lightning_zero.checkpoint.format.dcp import BoxItem, parse_metadata
+from lightning_zero.checkpoint.format.dcp import Index as DcpIndex
+from lightning_zero.checkpoint.format.record import (
+    META_FILE,
+    META_TENSORS_FILE,
+    METADATA_FILE,
+    RECORD_FILE,
+    BlobItem,
+    Chunk,
+    Index,
+    Item,
+    Opened,
+    Record,
+    TensorItem,
+    put_together,
+)
 from lightning_zero.checkpoint.format.safetensors import read_safetensors
-from lightning_zero.checkpoint.format.stored import StoredTensor
-from lightning_zero.checkpoint.format.torch_file import read_torch_file
+from lightning_zero.checkpoint.format.stored import Source, StoredTensor
+from lightning_zero.checkpoint.format.torch_file import ADVICE, load_torch, read_torch_file
+from lightning_zero.checkpoint.format.typed_json import DTYPES, Decoder, check_stored, raw_memory
 from lightning_zero.checkpoint.storage.files import (
     Files,
     is_folder,
     open_folder,
     open_parent,
+    open_range,
+    read_index,
     samples,
 )
 from lightning_zero.comm import ControlGroup
@@ -25,12 +56,18 @@ from lightning_zero.errors import CheckpointError, ExtensionError, shortened, so
 from lightning_zero.registry import extension, installed
 
 __all__ = [
+    "Directory",
+    "ForeignDirectory",
     "Found",
     "Kind",
     "Reader",
     "find_checkpoint",
     "is_checkpoint_directory_at",
+    "load_safely",
     "open_checkpoint",
+    "read_checkpoint",
+    "read_directory",
+    "read_foreign_directory",
     "with_samples",
 ]
 
@@ -108,6 +145,9 @@ def is_checkpoint_directory_at(path: str | os.PathLike[str]) -> bool:
 
 
 _END_NBYTES = 1 << 20  # of a torch file: the directory of the archive, with a CRC-32 of every tensor
+
+
+# ------------------------------------------------------------------------------------------------------ what there is
 
 
 class Kind(Enum):
@@ -188,3 +228,215 @@ def with_samples(opened: Opened, files: Files) -> Opened:
     stored = [value for value in opened.checkpoint["state_dict"].values() if isinstance(value, StoredTensor)]
     names = sorted({chunk.file for value in stored for chunk in value._item.chunks})
     return opened._replace(digest=(opened.digest, *(samples(files, name) for name in names)))
+
+
+# --------------------------------------------------------------------------------------------------------- directories
+
+Path = tuple[Any, ...]  # the way through a checkpoint dictionary
+
+
+class _Described:
+    """An open directory with a file that says what is in it; ``CheckpointError`` if that is missing or damaged.
+
+    ``source`` reads its tensors, and ``digest`` is for the ranks to compare.
+    """
+
+    def __init__(self, files: Files, name: str, parse: Callable[[bytes], Any]) -> None:
+        self.files = files
+        self.source = Source(files)
+        self._name = name
+        data = read_index(files, name)
+        self.digest = zlib.crc32(data)
+        try:
+            self.content = parse(data)
+        except ValueError as error:
+            raise self.unusable(error) from error
+
+    def unusable(self, error: ValueError) -> CheckpointError:
+        """What to raise if the file is not what it should be."""
+        return CheckpointError(f"'{self.files.name}/{self._name}' cannot be used: {error}.")
+
+
+class Directory(_Described):
+    """An open checkpoint directory of our own; ``record`` is the content of its ``zero.json``."""
+
+    def __init__(self, files: Files) -> None:
+        super().__init__(files, RECORD_FILE, Record.from_bytes)
+        self.record: Record = self.content
+
+    def check_size(self, name: str) -> None:
+        """Compare the size of a file with the recorded one: ``CheckpointError``."""
+        nbytes, expected = self.files.size(name), self.record.files[name].nbytes
+        if nbytes != expected:
+            raise CheckpointError(
+                f"'{self.files.name}/{name}' has {nbytes} bytes where {expected} were saved: it was cut off or changed."
+            )
+
+    def listed(self, name: str) -> str:
+        """The name under which the record lists ``meta.pt`` or ``meta.bin``: in object stores it is new every time."""
+        stem, _, ending = name.partition(".")
+        for found in self.record.files:
+            if found == name or (found.startswith(f"{stem}-") and found.endswith(f".{ending}")):
+                return found
+        return name
+
+
+def read_directory(files: Files) -> Opened:
+    """What is in a whole checkpoint directory of our own; ``CheckpointError`` otherwise, naming the file."""
+    directory = Directory(files)
+    for name in directory.record.files:
+        directory.check_size(name)
+    missing: list[tuple[str, str]] = []  # name and class of what is not in it
+    pairs: list[tuple[Path, Any]] = []
+    decoder = Decoder(lambda reference: _meta_tensor(directory, reference))
+    try:
+        for key, item in directory.record.items.items():
+            value, left_out = _value(directory, key, item)
+            if left_out is None:
+                pairs.append((item.path, value))
+            else:
+                missing.append((key, left_out))
+        rest = decoder.decode(directory.record.meta)
+        if not isinstance(rest, dict):
+            raise ValueError(f"its meta is a {type(rest).__name__}")
+        if decoder.unsupported:
+            missing += _add_from_meta_file(directory, rest, decoder.unsupported)
+        checkpoint = {**rest, **put_together(pairs)}
+    except ValueError as error:
+        raise directory.unusable(error) from error
+    return Opened(checkpoint, directory.digest, [f"'{name}' ({kind})" for name, kind in missing])
+
+
+def _value(directory: Directory, key: str, item: Item) -> tuple[Any, str | None]:
+    """A value, or the class for which it is not loaded."""
+    if isinstance(item, TensorItem):
+        return StoredTensor(directory.source, key, item), None
+    if isinstance(item, BlobItem):
+        found = load_safely(open_range(directory.files, item.file, item.offset, item.nbytes))
+        return (None, item.type) if found is None else (found[0], None)
+    decoder = Decoder()
+    (value,) = decoder.decode([item.value])
+    return value, decoder.unsupported[0][1] if decoder.unsupported else None
+
+
+def load_safely(archive: IO[bytes]) -> tuple[Any] | None:
+    """What a ``torch.save`` archive holds, if loading it can run no code."""
+    # Any reason not to have it is the same reason to leave it out; but what torch warns of (sparse tensors) is none.
+    with contextlib.suppress(Exception), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return (load_torch(archive, "it", True, ADVICE),)
+    return None
+
+
+def _add_from_meta_file(
+    directory: Directory, rest: Any, unsupported: Sequence[tuple[Path, str]]
+) -> list[tuple[str, str]]:
+    """Fill gaps from ``meta.pt``, if it loads without running code. Returns name and class of the gaps that stay."""
+    loaded = None
+    name = directory.listed(META_FILE)
+    if name in directory.record.files:
+        loaded = load_safely(open_range(directory.files, name, 0, directory.record.files[name].nbytes))
+    missing = []
+    for path, kind in unsupported:
+        try:
+            source, target = (loaded or ({},))[0], rest
+            for part in path[:-1]:
+                source, target = source[part], target[part]
+            target[path[-1]] = source[path[-1]]
+        except (KeyError, IndexError, TypeError):
+            missing.append((".".join(map(str, path)), kind))
+    return missing
+
+
+def _meta_tensor(directory: Directory, reference: Any) -> Tensor:
+    """A tensor of ``meta.bin``."""
+    dtype, shape = DTYPES[reference["dtype"]], tuple(reference["shape"])
+    check_stored(dtype, shape)
+    name = directory.listed(META_TENSORS_FILE)
+    chunk = Chunk(0, math.prod(shape), name, reference["offset"], reference["crc32"])
+    item = TensorItem((), dtype, shape, (chunk,) if chunk.numel else ())
+    Record(files=directory.record.files, items={name: item}, meta=None)  # proves that it lies in the file
+    tensor = StoredTensor(directory.source, name, item).read()
+    if chunk.crc32 is not None and zlib.crc32(raw_memory(tensor)) != chunk.crc32:
+        raise CheckpointError(f"'{directory.files.name}/{name}' is damaged: a tensor does not match its checksum.")
+    return tensor
+
+
+_OPTIMIZER = re.compile(r"optimizer_(0|[1-9][0-9]{0,8})")
+
+
+class ForeignDirectory(_Described):
+    """An open directory of DCP, whose files are as long as its index says; ``CheckpointError`` otherwise.
+
+    ``index`` is the content of ``.metadata``, and ``paths`` has all that is in it in the order of the dictionary that
+    was saved.
+    """
+
+    def __init__(self, files: Files) -> None:
+        super().__init__(files, METADATA_FILE, parse_metadata)
+        self.index: DcpIndex = self.content
+        names = [*(name for name in self.index.paths if name in self.index.items), *self.index.items]
+        self.paths: dict[str, Path] = {name: self.index.paths.get(name, (name,)) for name in names}
+        ends: dict[str, int] = {}
+        for _, place in self.index.places():
+            ends[place.file] = max(ends.get(place.file, 0), place.offset + place.nbytes)
+        for name, end in ends.items():
+            nbytes = files.size(name)
+            if nbytes < end:
+                raise CheckpointError(
+                    f"'{files.name}/{name}' has {nbytes} bytes where at least {end} were saved: it was cut off."
+                )
+
+    def value(self, name: str) -> Any:
+        """What is stored under a name; ``CheckpointError`` if it is no tensor and could run code."""
+        found = self.index.items[name]
+        if isinstance(found, BoxItem):
+            return StoredTensor(self.source, name, found)
+        where = f"'{name}' in '{self.files.name}/{found.file}'"
+        file = open_range(self.files, *found)
+        return load_torch(file, where, True, "allow its class with `torch.serialization.add_safe_globals`")
+
+
+def read_foreign_directory(files: Files, weights_only: bool | None) -> Opened:
+    """What is in a whole stock directory; ``CheckpointError`` otherwise, or if it could run code, naming the file.
+
+    ``weights_only`` is for ``meta.pt``, as for ``torch.load``. Nothing else is ever unpickled without restriction.
+    """
+    directory = ForeignDirectory(files)
+    layout = _layout(directory.paths)
+    pairs = [(layout(path), directory.value(name)) for name, path in directory.paths.items()]
+    pairs.sort(key=lambda pair: [part if isinstance(part, Index) else 0 for part in pair[0]])  # lists in their order
+    try:
+        checkpoint = put_together(pairs)
+    except ValueError as error:
+        raise directory.unusable(error) from error
+    for state in checkpoint.get("optimizer_states", ()):
+        if isinstance(state, dict):  # of empty containers nothing is stored
+            state.setdefault("state", {})
+            state.setdefault("param_groups", [])
+    if not files.has(META_FILE):  # what Lightning puts beside the tensors
+        return Opened(checkpoint, (directory.digest, 0))
+    where = f"'{files.name}/{META_FILE}'"
+    digest = samples(files, META_FILE)
+    rest = load_torch(open_range(files, META_FILE, 0, digest[0]), where, weights_only, ADVICE)
+    if not isinstance(rest, Mapping):
+        raise CheckpointError(f"{where} holds a {type(rest).__name__} instead of a dictionary.")
+    return Opened({**rest, **checkpoint}, (directory.digest, digest))
+
+
+def _layout(paths: Mapping[str, Path]) -> Callable[[Path], Path]:
+    """A function from the path in the saved dictionary to the path in Lightning's."""
+    tops = {path[0] for path in paths.values() if len(path) > 1}
+    weights = next((top for top in ("state_dict", "model") if top in tops), None)
+    numbers = sorted(int(found[1]) for top in tops if type(top) is str and (found := _OPTIMIZER.fullmatch(top)))
+
+    def place(path: Path) -> Path:
+        inner = tuple(Index(part) if type(part) is int else part for part in path[1:])
+        if weights is None and not numbers:
+            return "state_dict", path[0], *inner
+        found = _OPTIMIZER.fullmatch(str(path[0]))
+        if found is not None and inner:
+            return "optimizer_states", Index(numbers.index(int(found[1]))), *inner
+        return "state_dict" if path[0] == weights else path[0], *inner
+
+    return place

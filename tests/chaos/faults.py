@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_zero.checkpoint.writing import ChecksummedFile
+from lightning_zero.checkpoint.save import ChecksummedFile
 from lightning_zero.comm.hosts import shut, sockets
 from tests.chaos.run import LOADING, SETTING_UP, STEPPING, Struck
 from tests.extensions.nvme.stores import flip

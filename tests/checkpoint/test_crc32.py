@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
-from lightning_zero.checkpoint.writing import ChecksummedFile, combine
+from lightning_zero.checkpoint.save import ChecksummedFile, combine
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 7, 1000, 65_537])

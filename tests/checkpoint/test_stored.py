@@ -16,7 +16,7 @@ from torch.utils.dlpack import from_dlpack
 
 from lightning_zero.checkpoint import StoredTensor, open_checkpoint
 from lightning_zero.checkpoint.format.record import Chunk, TensorItem
-from lightning_zero.checkpoint.writing import Pieces, stored_identity
+from lightning_zero.checkpoint.save import Pieces, stored_identity
 from tests.checkpoint.samples import control
 
 

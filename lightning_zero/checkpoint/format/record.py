@@ -72,7 +72,6 @@ __all__ = [
     "TensorItem",
     "ValueItem",
     "changed",
-    "check_savable",
     "describe",
     "disagreement",
     "put_together",
@@ -315,9 +314,15 @@ class Leaf(NamedTuple):
     """One value of the sharded part of a checkpoint."""
 
     path: tuple[Any, ...]  # from the checkpoint dictionary to the value; ``Index`` in lists, keys in dictionaries
-    # In the DCP directory, where ``optimizer_states[i]`` is called ``optimizer_{i}``.
-    stored_path: tuple[str | int, ...]
     value: Any  # a FlatShard, a tensor, an empty dictionary, or any other value, such as a Counter
+
+    @property
+    def stored_path(self) -> tuple[str | int, ...]:
+        """In the DCP directory, where ``optimizer_states[i]`` is called ``optimizer_{i}``."""
+        path = self.path
+        if path[0] == "optimizer_states" and len(path) > 1 and type(path[1]) is Index:
+            path = (f"optimizer_{path[1]}", *path[2:])
+        return tuple(int(part) if type(part) is Index else str(part) for part in path)
 
     @property
     def key(self) -> str:
@@ -357,29 +362,23 @@ def split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Leaf], dict[str, Any
         if key not in _ALWAYS_ROUTED and not _holds(value, FlatShard):
             rest[key] = value
             continue
-        for leaf in _top_level_leaves(key, value):
-            if leaf.key in leaves:
+        states = value if key == "optimizer_states" and isinstance(value, list) else []
+        found = [leaf for number, state in enumerate(states) for leaf in _leaves((key, Index(number)), state)]
+        for leaf in found or _leaves((key,), value):
+            name = leaf.key
+            if leaves.setdefault(name, leaf) is not leaf:
                 raise ValueError(
-                    f"two values of the checkpoint are both called '{leaf.key}': {leaves[leaf.key].path}, {leaf.path}"
+                    f"two values of the checkpoint are both called '{name}': {leaves[name].path}, {leaf.path}"
                 )
-            leaves[leaf.key] = leaf
     return leaves, rest
 
 
-def _top_level_leaves(key: str, value: Any) -> Iterator[Leaf]:
-    if key == "optimizer_states" and isinstance(value, list) and value:
-        for number, state in enumerate(value):
-            yield from _leaves((key, Index(number)), (f"optimizer_{number}",), state)
-    else:
-        yield from _leaves((key,), (str(key),), value)
-
-
-def _leaves(path: tuple[Any, ...], stored_path: tuple[str | int, ...], value: Any) -> Iterator[Leaf]:
+def _leaves(path: tuple[Any, ...], value: Any) -> Iterator[Leaf]:
     parts = list(_inside(value))
     for part, item in parts:
-        yield from _leaves((*path, part), (*stored_path, int(part) if type(part) is Index else str(part)), item)
+        yield from _leaves((*path, part), item)
     if not parts:
-        leaf = Leaf(path, stored_path, value)
+        leaf = Leaf(path, value)
         if not isinstance(value, FlatShard) and _holds(value, FlatShard):
             raise ValueError(f"'{leaf.key}' holds sharded parameters in a tuple: use a list or a dictionary")
         yield leaf
@@ -431,27 +430,23 @@ def tensors_in(value: Any, kind: Any = Tensor) -> Iterator[Any]:
             ahead += reversed(list(value.values() if isinstance(value, Mapping) else value))
 
 
-def check_savable(leaf: Leaf) -> None:
-    """``ValueError`` if a value has no elements here, or is sharded in a way of its own."""
-    value = leaf.value
-    if not isinstance(value, Tensor) or isinstance(value, FlatShard):
-        return
-    if value.is_meta:
-        raise ValueError(f"'{leaf.key}' is on the meta device: it has no values to save")
-    if hasattr(value, "__create_write_items__"):
-        raise ValueError(f"'{leaf.key}' is a {type_name(value)}, sharded by something else than this strategy")
-
-
 def describe(leaves: Mapping[str, Leaf]) -> dict[str, tuple[Any, ...]]:
-    """What the ranks must agree on for each name: its kind, dtype and shape."""
+    """What the ranks must agree on for each name: its kind, dtype and shape.
+
+    ``ValueError`` if a value has no elements here, or is sharded in a way of its own.
+    """
     found: dict[str, tuple[Any, ...]] = {}
     for key, leaf in leaves.items():
         value = leaf.value
-        if isinstance(value, Tensor):
-            kind = "shard" if isinstance(value, FlatShard) else "tensor"
-            found[key] = (kind, str(value.dtype), tuple(value.shape))
-        else:
+        if not isinstance(value, Tensor):
             found[key] = ("value", type_name(value))
+            continue
+        sharded = isinstance(value, FlatShard)
+        if value.is_meta and not sharded:
+            raise ValueError(f"'{key}' is on the meta device: it has no values to save")
+        if hasattr(value, "__create_write_items__") and not sharded:
+            raise ValueError(f"'{key}' is a {type_name(value)}, sharded by something else than this strategy")
+        found[key] = ("shard" if sharded else "tensor", str(value.dtype), tuple(value.shape))
     return found
 
 

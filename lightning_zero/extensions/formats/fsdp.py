@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_zero.checkpoint.consolidated import Export, warn_of_excluded
-from lightning_zero.checkpoint.directories import Directory, ForeignDirectory, read_directory
 from lightning_zero.checkpoint.format.dcp import BoxItem, Index, StoredBox, StoredBytes, to_metadata
 from lightning_zero.checkpoint.format.record import META_FILE, METADATA_FILE, RECORD_FILE, TensorItem
+from lightning_zero.checkpoint.load import Directory, ForeignDirectory, read_directory
+from lightning_zero.checkpoint.save import new_file, progress_bar
 from lightning_zero.checkpoint.storage.files import PIECE_NBYTES, Files, is_remote, local_path, open_folder, read_bytes
 from lightning_zero.checkpoint.storage.publish import Staging
-from lightning_zero.checkpoint.writing import new_file, progress_bar
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["export_fsdp"]

@@ -29,9 +29,9 @@ from lightning_zero.checkpoint.format.safetensors import DAMAGES, SafetensorsFil
 from lightning_zero.checkpoint.format.stored import Source, StoredTensor
 from lightning_zero.checkpoint.format.torch_file import Hole
 from lightning_zero.checkpoint.format.typed_json import strict_json
+from lightning_zero.checkpoint.save import Pieces
 from lightning_zero.checkpoint.storage.files import Files, read_index
 from lightning_zero.checkpoint.storage.publish import StagedFile, is_checkpoint_directory
-from lightning_zero.checkpoint.writing import Pieces
 from lightning_zero.errors import CheckpointError, some
 
 __all__ = ["INDEX_FILE", "SINGLE_FILE", "export_folder", "is_weights", "read_safetensors_directory"]

@@ -10,13 +10,13 @@ from typing import Any, get_args
 
 from torch import Tensor
 
+from lightning_zero.checkpoint import is_checkpoint_directory_at, open_checkpoint
 from lightning_zero.checkpoint.consolidated import RANDOM_KEY, SUMMARY_KEY
-from lightning_zero.checkpoint.directories import Directory
 from lightning_zero.checkpoint.format.record import RECORD_FILE, tensors_in
 from lightning_zero.checkpoint.format.typed_json import Decoder, Inexpressible, dtype_name
-from lightning_zero.checkpoint.load import Found, Kind, find_checkpoint, is_checkpoint_directory_at, open_checkpoint
+from lightning_zero.checkpoint.load import Directory, Found, Kind, find_checkpoint
+from lightning_zero.checkpoint.save import stored_identity
 from lightning_zero.checkpoint.storage.files import is_remote, local_path
-from lightning_zero.checkpoint.writing import stored_identity
 from lightning_zero.comm import ControlGroup
 from lightning_zero.config import Placement, Stage
 from lightning_zero.errors import CheckpointError, columns, readable_size, some

@@ -26,13 +26,12 @@ from functools import partial
 from io import BufferedReader
 from typing import NamedTuple
 
-from lightning_zero.checkpoint.directories import Directory, ForeignDirectory
 from lightning_zero.checkpoint.format.dcp import StoredBytes
 from lightning_zero.checkpoint.format.record import META_FILE, METADATA_FILE, TensorItem
 from lightning_zero.checkpoint.format.torch_file import ZIP, archive_entries
-from lightning_zero.checkpoint.load import Found, Kind, find_checkpoint, read_checkpoint
+from lightning_zero.checkpoint.load import Directory, ForeignDirectory, Found, Kind, find_checkpoint, read_checkpoint
+from lightning_zero.checkpoint.save import LARGE_NBYTES, combine
 from lightning_zero.checkpoint.storage.files import PIECE_NBYTES, Files, open_range, read_bytes
-from lightning_zero.checkpoint.writing import LARGE_NBYTES, combine
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError, shortened, some
 

@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 
 from lightning_zero import CheckpointPolicy, ZeroStrategy, load_from_checkpoint, load_full_state_dict, verify_checkpoint
 from lightning_zero.checkpoint import FlatShard, open_checkpoint, save_checkpoint_directory
-from lightning_zero.checkpoint.directories import Directory
-from lightning_zero.checkpoint.load import find_checkpoint
+from lightning_zero.checkpoint.load import Directory, find_checkpoint
 from lightning_zero.cli import main
 from lightning_zero.errors import CheckpointError
 from lightning_zero.extensions.inspection.verification import own_checks, run_checks
