@@ -40,7 +40,7 @@ from lightning_zero.checkpoint.format.record import (
 )
 from lightning_zero.checkpoint.format.safetensors import read_safetensors
 from lightning_zero.checkpoint.format.stored import Source, StoredTensor
-from lightning_zero.checkpoint.format.torch_file import ADVICE, load_torch, read_torch_file
+from lightning_zero.checkpoint.format.torch_file import load_torch, read_torch_file
 from lightning_zero.checkpoint.format.typed_json import DTYPES, Decoder, check_stored, raw_memory
 from lightning_zero.checkpoint.storage.files import (
     Files,
@@ -210,7 +210,7 @@ def read_checkpoint(path: str | os.PathLike[str], found: Found, weights_only: bo
 
 def _read_torch(path: str | os.PathLike[str], found: Found, weights_only: bool | None) -> Opened:
     digest = samples(found.files, found.name, _END_NBYTES)  # first of all asks for the size: a pipe would never end
-    return read_torch_file(path, weights_only)._replace(digest=digest)
+    return read_torch_file(found.files, found.name, weights_only)._replace(digest=digest)
 
 
 Reader = Callable[[str | os.PathLike[str], Found, bool | None], Opened]
@@ -324,7 +324,7 @@ def load_safely(archive: IO[bytes]) -> tuple[Any] | None:
     # Any reason not to have it is the same reason to leave it out; but what torch warns of (sparse tensors) is none.
     with contextlib.suppress(Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return (load_torch(archive, "it", True, ADVICE),)
+        return (load_torch(archive, "it", True),)
     return None
 
 
@@ -394,7 +394,7 @@ class ForeignDirectory(_Described):
             return StoredTensor(self.source, name, found)
         where = f"'{name}' in '{self.files.name}/{found.file}'"
         file = open_range(self.files, *found)
-        return load_torch(file, where, True, "allow its class with `torch.serialization.add_safe_globals`")
+        return load_torch(file, where, True)
 
 
 def read_foreign_directory(files: Files, weights_only: bool | None) -> Opened:
@@ -418,7 +418,7 @@ def read_foreign_directory(files: Files, weights_only: bool | None) -> Opened:
         return Opened(checkpoint, (directory.digest, 0))
     where = f"'{files.name}/{META_FILE}'"
     digest = samples(files, META_FILE)
-    rest = load_torch(open_range(files, META_FILE, 0, digest[0]), where, weights_only, ADVICE)
+    rest = load_torch(open_range(files, META_FILE, 0, digest[0]), where, weights_only)
     if not isinstance(rest, Mapping):
         raise CheckpointError(f"{where} holds a {type(rest).__name__} instead of a dictionary.")
     return Opened({**rest, **checkpoint}, (directory.digest, digest))

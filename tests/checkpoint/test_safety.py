@@ -28,9 +28,6 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from lightning_zero import verify_checkpoint
 from lightning_zero.checkpoint import open_checkpoint, save_checkpoint_directory
 from lightning_zero.checkpoint.format.dcp import parse_metadata
-from lightning_zero.checkpoint.format.record import Chunk
-from lightning_zero.checkpoint.format.stored import read_chunk
-from lightning_zero.checkpoint.storage.files import LocalFiles
 from lightning_zero.errors import CheckpointError
 from tests.checkpoint.samples import checkpoint, control, end_to_end, load_and_verify
 from tests.helpers.world import run_world
@@ -252,7 +249,7 @@ def test_a_class_of_torch_cannot_be_changed_from_the_index() -> None:
     data = b"\x80\x04" + b"".join(texts) + b"\x93" + state
     assert pickle.loads(data).extra == "evil"  # this is what a list of allowed classes does not prevent
     del Metadata.extra  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="it holds"):
+    with pytest.raises(ValueError, match="it is damaged"):
         parse_metadata(data)
     assert not hasattr(Metadata, "extra")
 
@@ -377,15 +374,6 @@ def test_a_tensor_that_claims_more_elements_than_its_archive_holds(stock: Path) 
     assert torch.equal(state["b"].read(), torch.ones(4))  # where it lies is known from now on
     with pytest.raises(CheckpointError, match=r"'state_dict\.z'.*\(60,\)"):
         state["z"].read()
-
-
-def test_a_chunk_is_not_read_beyond_its_end(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(b"\1" * 32)
-    files = LocalFiles(tmp_path)
-    read_chunk(files, "w", Chunk(10, 4, "f", 8, None), torch.uint8, 12, torch.empty(2, dtype=torch.uint8))
-    for first in (9, 13):
-        with pytest.raises(ValueError, match="'w'"):
-            read_chunk(files, "w", Chunk(10, 4, "f", 8, None), torch.uint8, first, torch.empty(2, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize(

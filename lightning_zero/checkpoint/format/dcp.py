@@ -73,12 +73,11 @@ class Index:
 # -------------------------------------------------------------------------------------------------------------- reading
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-_CLASSES = {("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
-_CLASSES |= {(_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "ChunkStorageMetadata")}
-_CLASSES |= {(_METADATA, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata")}
-_TUPLES = {(_METADATA, "_MEM_FORMAT_ENCODING"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")}
-_TUPLES |= {("pathlib._local", "PosixPath")}  # its name in Python 3.13
-_STRIDED = ("torch.strided",)  # what the stand-in of `_get_layout` makes of it
+_KNOWN = {("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout")}
+_KNOWN |= {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}  # its name in Python 3.13
+_KNOWN |= {(_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "ChunkStorageMetadata")}
+_KNOWN |= {(_METADATA, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties")}
+_KNOWN |= {_ENCODING := (_METADATA, "_MEM_FORMAT_ENCODING")}
 
 
 def parse_metadata(data: bytes) -> Index:
@@ -87,8 +86,7 @@ def parse_metadata(data: bytes) -> Index:
     See [Note: A pickle that calls nothing].
     """
     try:
-        unpickler = _Unpickler(io.BytesIO(data))
-        loaded = unpickler.load()
+        loaded = _Unpickler(io.BytesIO(data)).load()
     except _Refused:
         raise
     except Exception as error:  # a damaged pickle can raise anything
@@ -100,7 +98,7 @@ def parse_metadata(data: bytes) -> Index:
 
 
 class _Refused(ValueError):
-    """A name that is not on the list, or an opcode."""
+    """A name that is not on the list."""
 
 
 def _foreign(module: str, name: str) -> _Refused:
@@ -113,38 +111,32 @@ def _foreign(module: str, name: str) -> _Refused:
 class _StandIn:
     """Base of the empty classes, which no file can name."""
 
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        """Take attributes over; of tensors' properties the state is dtype, layout and what does not matter."""
+        self.__dict__.update(state if isinstance(state, dict) else zip(("dtype", "layout"), state, strict=False))
+
 
 class _Unpickler(pickle._Unpickler):  # in Python: a damaged number in a file does not become memory
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-
-        def size(items: Any = ()) -> tuple[Any, ...]:
-            return tuple(items)
-
-        def arguments(*values: Any) -> tuple[Any, ...]:
-            return values
-
-        def member(kind: Any, name: Any) -> tuple[Any, ...]:
-            """How Python 3.11.0 to 3.11.3 write a member of an enum; anything else is refused, and nothing is read."""
-            if kind is not arguments:
-                raise _foreign("builtins", "getattr")
-            return (name,)
-
         self._known: dict[tuple[str, str], Any] = {("torch", name): dtype for name, dtype in DTYPES.items()}
-        self._known |= {("torch", "Size"): size, ("builtins", "getattr"): member}
-        self._known |= dict.fromkeys(_TUPLES, arguments)
-        self._known |= {key: type(key[1], (_StandIn,), {}) for key in _CLASSES}
-        properties = type("TensorProperties", (_StandIn,), {"__setstate__": _set_properties})
-        self._known[_METADATA, "TensorProperties"] = properties
+        self._known |= {key: type(key[1], (_StandIn,), {}) for key in _KNOWN}
+        self._known["torch", "Size"] = lambda items=(): tuple(items)
+        self._known["builtins", "getattr"] = self._member
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self._known:
             raise _foreign(module, name)
         return self._known[module, name]
 
-
-def _set_properties(properties: Any, state: tuple[Any, ...]) -> None:
-    properties.dtype, properties.layout, *_ = state
+    def _member(self, kind: Any, name: Any) -> Any:
+        """How Python 3.11.0 to 3.11.3 write a member of an enum; anything else is refused, and nothing is looked up."""
+        if kind is not self._known[_ENCODING]:
+            raise _foreign("builtins", "getattr")
+        return kind(name)
 
 
 def _is(value: Any, name: str) -> bool:
@@ -177,8 +169,9 @@ def _index(loaded: Any) -> Index:
 
 def _tensor(name: str, entry: Any, found: Mapping[Any, StoredBytes]) -> BoxItem:
     shape, dtype = _expect("sizes", entry.size), entry.properties.dtype
-    if not isinstance(dtype, torch.dtype) or entry.properties.layout != _STRIDED:
-        what = reprlib.repr((dtype, entry.properties.layout))
+    layout = entry.properties.layout
+    if not isinstance(dtype, torch.dtype) or not _is(layout, "_get_layout") or layout.arguments != ("torch.strided",):
+        what = reprlib.repr((dtype, getattr(layout, "arguments", layout)))
         raise ValueError(f"'{name}' is not a plain tensor: {what}")
     boxes = []
     for chunk in entry.chunks:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import sys
-import zipfile
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,15 +19,15 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import make_wrapper_subclass, tree_map_only, untracked
-from lightning_zero.checkpoint.format.dcp import BoxItem, StoredBox, StoredBytes
+from lightning_zero.checkpoint.format.dcp import BoxItem, StoredBox
 from lightning_zero.checkpoint.format.flat_shard import Box, FlatShard, boxes, elements_before, is_range, linear
-from lightning_zero.checkpoint.format.record import Chunk, TensorItem
-from lightning_zero.checkpoint.format.torch_file import describe_tensor, load_torch, start_of
+from lightning_zero.checkpoint.format.record import TensorItem
+from lightning_zero.checkpoint.format.torch_file import archive_entries, describe_tensor, load_torch, start_of
 from lightning_zero.checkpoint.storage.files import PIECE_NBYTES, Files, Window, memory_nbytes, open_range
 from lightning_zero.errors import CheckpointError
 from lightning_zero.offload.host import OffloadedTensor, bytes_of, pieces, view_of
 
-__all__ = ["Source", "StoredTensor", "find_elements", "new_tensor", "read_chunk", "read_slices"]
+__all__ = ["Source", "StoredTensor", "find_elements", "new_tensor", "read_slices"]
 
 
 class StoredTensor(Tensor):
@@ -209,8 +208,8 @@ class Source:
     def __init__(self, files: Files) -> None:
         self._files = files
         # By all that a description is checked against: another tensor may claim the same archive.
-        self._chunks: dict[tuple[StoredBytes, int, torch.dtype, Sequence[int]], Chunk | None] = {}
-        self._last: tuple[tuple[StoredBytes, torch.dtype, Sequence[int]], Tensor] | None = None
+        self._begins: dict[tuple[StoredBox, torch.dtype], int | None] = {}
+        self._last: tuple[tuple[StoredBox, torch.dtype], Tensor] | None = None
 
     def read_elements(self, key: str, item: TensorItem, destination: Tensor, start: int) -> None:
         """Fill a 1-D tensor on any device with the flattened elements of another from ``start`` on, cast to its dtype.
@@ -221,8 +220,8 @@ class Source:
         for chunk in item.chunks:
             first, last = max(start, chunk.start), min(end, chunk.start + chunk.numel)
             if first < last:
-                part = destination[first - start : last - start]
-                read_chunk(self._files, key, chunk, item.dtype, first, part)
+                offset = chunk.offset + (first - chunk.start) * item.dtype.itemsize
+                self._read(chunk.file, offset, item.dtype, destination[first - start : last - start])
         if isinstance(item, BoxItem):
             for stored in item.boxes:
                 first, last = (elements_before(item.shape, stored.box, place) for place in (start, end))
@@ -232,60 +231,67 @@ class Source:
     def _read_box(
         self, key: str, item: BoxItem, stored: StoredBox, part: tuple[int, int], destination: Tensor, start: int
     ) -> None:
-        first, last = part
-        chunk = self._locate(item, stored)
-        if chunk is None:
-            place = (stored.archive, item.dtype, stored.box.sizes)
+        """Read a range of a box's elements to their places in the destination."""
+        (first, last), (box, archive), dtype = part, stored, item.dtype
+        begin = self._begin(stored, dtype)
+        if begin is None:
             known = self._last  # what is read in pieces must not be loaded for each of them
-            loaded = known[1] if known is not None and known[0] == place else self._load(key, item, stored)
-            self._last = None if last == loaded.numel() else (place, loaded)
-            _scatter(item.shape, stored.box, first, loaded[first:last], destination, start)
-        elif is_range(item.shape, stored.box):
-            begin = chunk.start + first
-            target = destination[begin - start : begin - start + last - first]
-            read_chunk(self._files, key, chunk, item.dtype, begin, target)
+            same = known is not None and known[0] == (stored, dtype)
+            loaded = known[1] if known is not None and same else self._load(key, dtype, stored)
+            self._last = None if last == loaded.numel() else ((stored, dtype), loaded)
+            _scatter(item.shape, box, first, loaded[first:last], destination, start)
+        elif is_range(item.shape, box):
+            place = linear(item.shape, box.offsets) + first - start
+            self._read(archive.file, begin + first * dtype.itemsize, dtype, destination[place : place + last - first])
         else:
-            for begin, piece in pieces(last - first, item.dtype, PIECE_NBYTES):
-                read_chunk(self._files, key, chunk, item.dtype, chunk.start + first + begin, piece)
-                _scatter(item.shape, stored.box, first + begin, piece, destination, start)
+            for before, piece in pieces(last - first, dtype, PIECE_NBYTES):
+                self._read(archive.file, begin + (first + before) * dtype.itemsize, dtype, piece)
+                _scatter(item.shape, box, first + before, piece, destination, start)
 
-    def _locate(self, item: BoxItem, stored: StoredBox) -> Chunk | None:
-        """The elements of a box as raw memory; ``None`` if they do not lie so in the file.
-
-        Its ``start`` is the flattened element the box starts with: it is a chunk of the tensor only if the box is
-        whole rows.
-        """
-        archive, sizes = stored.archive, stored.box.sizes
-        start = linear(item.shape, stored.box.offsets)
-        place = (archive, start, item.dtype, sizes)
-        if place not in self._chunks:
+    def _begin(self, stored: StoredBox, dtype: torch.dtype) -> int | None:
+        """Where in its file the elements of a box begin as raw memory; ``None`` if they do not lie so in it."""
+        if (stored, dtype) not in self._begins:
+            archive = stored.archive
 
             def read_into(offset: int, memory: memoryview) -> None:
                 self._files.read_into(archive.file, archive.offset + offset, memory)
 
             window = Window(read_into, archive.nbytes, _MAX_DIRECTORY_NBYTES)
-            found = find_elements(window, archive.nbytes, item.dtype, sizes)
-            self._chunks[place] = found and Chunk(
-                start, math.prod(sizes), archive.file, archive.offset + found[0], found[1]
-            )
-        return self._chunks[place]
+            found = find_elements(window, archive.nbytes, dtype, stored.box.sizes)
+            self._begins[stored, dtype] = None if found is None else archive.offset + found
+        return self._begins[stored, dtype]
 
-    def _load(self, key: str, item: BoxItem, stored: StoredBox) -> Tensor:
+    def _load(self, key: str, dtype: torch.dtype, stored: StoredBox) -> Tensor:
         """The elements of a box, flattened, of an archive that is built in another way.
 
         ``CheckpointError`` if it does not hold that tensor, or what could run code.
         """
-        archive = stored.archive
+        archive, sizes = stored.archive, stored.box.sizes
         where = f"a part of '{key}' in '{self._files.name}/{archive.file}'"
-        file = open_range(self._files, *archive)
-        loaded = load_torch(file, where, True, "it is no tensor that can be used anyway")
-        if not isinstance(loaded, Tensor) or (loaded.dtype, tuple(loaded.shape)) != (item.dtype, stored.box.sizes):
+        loaded = load_torch(open_range(self._files, *archive), where, True)
+        if not isinstance(loaded, Tensor) or (loaded.dtype, tuple(loaded.shape)) != (dtype, sizes):
             what = f"{loaded.dtype} {tuple(loaded.shape)}" if isinstance(loaded, Tensor) else type(loaded).__name__
             raise CheckpointError(
-                f"Instead of {where} with {item.dtype} {stored.box.sizes}, {what} lies at byte {archive.offset}: the "
-                "file belongs to another checkpoint or another rank."
+                f"Instead of {where} with {dtype} {sizes}, {what} lies at byte {archive.offset}: the file belongs to "
+                "another checkpoint or another rank."
             )
         return loaded.detach().reshape(-1)
+
+    def _read(self, file: str, offset: int, dtype: torch.dtype, destination: Tensor) -> None:
+        """Fill a 1-D tensor with what lies in a file, in pieces; ``CheckpointError`` if it ends before.
+
+        Checksums are not looked at: with them the same bytes took half as long again. ``verify`` is there for that.
+        """
+        direct = destination.device.type == "cpu" and destination.dtype == dtype and destination.is_contiguous()
+        direct = direct and type(destination) is Tensor
+        step = max(1, PIECE_NBYTES // dtype.itemsize)
+        buffer = destination if direct else torch.empty(min(step, destination.numel()), dtype=dtype)
+        for begin in range(0, destination.numel(), step):
+            part = destination[begin : begin + step]
+            target = part if direct else buffer[: part.numel()]
+            self._files.read_into(file, offset + begin * dtype.itemsize, view_of(bytes_of(target)))
+            if not direct:
+                part.copy_(target)
 
 
 def new_tensor(shape: Any, dtype: torch.dtype, what: str) -> Tensor:
@@ -302,54 +308,24 @@ def new_tensor(shape: Any, dtype: torch.dtype, what: str) -> Tensor:
         ) from error
 
 
-def read_chunk(files: Files, key: str, chunk: Chunk, dtype: torch.dtype, first: int, destination: Tensor) -> None:
-    """Read elements of one chunk, in pieces, from ``first`` of the flattened tensor, which ``destination[0]`` gets.
-
-    Checksums are not looked at: with them the same bytes took half as long again. ``verify`` is there for that. A
-    ``ValueError`` if the range is not inside the chunk, a ``CheckpointError`` if the file ends before.
-    """
-    if first < chunk.start or first + destination.numel() > chunk.start + chunk.numel:
-        raise ValueError(
-            f"Elements {first} to {first + destination.numel()} of '{key}' are not in the part of '{chunk.file}' with "
-            f"{chunk.start} to {chunk.start + chunk.numel}."
-        )
-    direct = destination.device.type == "cpu" and destination.dtype == dtype and destination.is_contiguous()
-    direct = direct and type(destination) is Tensor
-    step = max(1, PIECE_NBYTES // dtype.itemsize)
-    buffer = None if direct else torch.empty(min(step, destination.numel()), dtype=dtype)
-    for begin in range(0, destination.numel(), step):
-        part = destination[begin : begin + step]
-        target = part if buffer is None else buffer[: part.numel()]
-        offset = chunk.offset + (first - chunk.start + begin) * dtype.itemsize
-        files.read_into(chunk.file, offset, view_of(bytes_of(target)))
-        if buffer is not None:
-            part.copy_(target)
-
-
-def find_elements(file: Any, nbytes: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[int, int | None] | None:
-    """Where in a ``torch.save`` archive the elements of such a contiguous tensor begin, and their checksum if known.
+def find_elements(file: Any, nbytes: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> int | None:
+    """Where in a ``torch.save`` archive the elements of such a contiguous tensor begin.
 
     Nothing is unpickled: the description must be, byte for byte, the one that such a tensor has. Whatever is different
     (another layout, age or machine) gives ``None`` and is left to ``torch.load(weights_only=True)``. ``file`` is the
     archive, of ``nbytes``, as a file that reads no more at once than a directory may have.
     """
     try:
-        with zipfile.ZipFile(file) as archive:
-            listed = archive.infolist()
-        entries = {entry.filename.partition("/")[2]: entry for entry in listed}
-        if len(entries) != len(listed) or any(entry.compress_type or entry.flag_bits & 1 for entry in listed):
-            return None
+        entries = archive_entries(file)
         data, start = entries["data/0"], start_of(file, entries["data/0"])
         if data.file_size != math.prod(sizes) * dtype.itemsize or start + data.file_size > nbytes:
             return None
-        expected = {"data.pkl": describe_tensor(dtype, sizes), "byteorder": sys.byteorder.encode()}
-        for name, content in expected.items():
-            if name not in entries and name != "data.pkl":
-                continue
-            file.seek(start_of(file, entries[name]))
-            if entries[name].file_size != len(content) or file.read(len(content)) != content:
-                return None
-        return start, data.CRC or None  # torch writes 0 when told to compute none
+        for name, content in (("data.pkl", describe_tensor(dtype, sizes)), ("byteorder", sys.byteorder.encode())):
+            if name in entries or name == "data.pkl":
+                file.seek(start_of(file, entries[name]))
+                if entries[name].file_size != len(content) or file.read(len(content)) != content:
+                    return None
+        return start
     except CheckpointError:
         raise
     except Exception:  # a damaged archive can raise anything

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import pickle
 import struct
 import sys
@@ -30,17 +29,15 @@ from dataclasses import dataclass
 from functools import cache
 from typing import IO, Any, NamedTuple
 
-import fsspec
 import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.format.record import Opened
 from lightning_zero.checkpoint.format.typed_json import is_plain
-from lightning_zero.checkpoint.storage.files import is_remote, local_path
+from lightning_zero.checkpoint.storage.files import Files, LocalFiles, open_range, read_bytes
 from lightning_zero.errors import CheckpointError
 
 __all__ = [
-    "ADVICE",
     "START_NBYTES",
     "ZIP",
     "Hole",
@@ -149,18 +146,17 @@ class TorchFile:
     """
 
     def __init__(self, content: Any) -> None:
-        pickler = _Pickler()
-        pickler.dump(content)
+        pickler = _Pickler(content)
         self._records: list[_Record] = []
         self._add("data.pkl", pickler.pickled)
         self._add(".format_version", b"1")
         self._add(".storage_alignment", str(_ALIGNMENT).encode())
         self._add("byteorder", sys.byteorder.encode())
         self.places: list[Place] = []
-        for number, storage in enumerate(pickler.storages):
-            record = self._add(f"data/{number}", None, storage.nbytes)
-            key = storage.key if storage.tensor is None else ("tensor", number)
-            self.places.append(Place(key, storage.tensor, record.offset, record.nbytes))
+        for number, (key, tensor, nbytes) in enumerate(pickler.storages):
+            record = self._add(f"data/{number}", None, nbytes)
+            key = key if tensor is None else ("tensor", number)
+            self.places.append(Place(key, tensor, record.offset, record.nbytes))
         self._add("version", b"3\n")
         directory = sum(len(record.central(0)) for record in self._records)
         self.nbytes = self._records[-1].end + directory + _END_64.size + _LOCATOR_64.size + _END.size
@@ -216,9 +212,7 @@ def _end(count: int, offset: int, nbytes: int) -> bytes:
 
 def describe_tensor(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
     """The pickle in the archive that ``torch.save`` makes of a contiguous tensor in host memory."""
-    pickler = _Pickler()
-    pickler.dump(Hole(0, dtype, shape))
-    return pickler.pickled
+    return _Pickler(Hole(0, dtype, shape)).pickled
 
 
 def start_of(file: IO[bytes], entry: zipfile.ZipInfo) -> int:
@@ -230,14 +224,11 @@ def start_of(file: IO[bytes], entry: zipfile.ZipInfo) -> int:
 
 
 class _Storage(NamedTuple):
-    """A storage in the pickle: the elements of a hole or of a tensor."""
+    """Stands for a storage in the pickle."""
 
     number: int
     kind: Any
     numel: int
-    nbytes: int
-    key: Hashable
-    tensor: Tensor | None
 
     @property
     def persistent_id(self) -> tuple[Any, ...]:
@@ -248,93 +239,71 @@ class _Storage(NamedTuple):
 class _Pickler(pickle.Pickler):
     """``torch.save``'s pickle of a structure, with the storages' numbers instead of their contents."""
 
-    def __init__(self) -> None:
-        self._buffer = io.BytesIO()
-        super().__init__(self._buffer, protocol=_PROTOCOL)
+    def __init__(self, content: Any) -> None:
+        buffer = io.BytesIO()
+        super().__init__(buffer, protocol=_PROTOCOL)
         self._known: dict[Hashable, _Storage] = {}
-        self.storages: list[_Storage] = []
-
-    @property
-    def pickled(self) -> bytes:
-        return self._buffer.getvalue()
+        self.storages: list[tuple[Hashable, Tensor | None, int]] = []  # key of a hole, or tensor, and bytes
+        self.dump(content)
+        self.pickled = buffer.getvalue()
 
     def persistent_id(self, obj: Any) -> Any:
         if type(obj) is _Storage:
             return obj.persistent_id
-        if isinstance(obj, _TORCH_STORAGES):
-            return self._whole(obj).persistent_id
-        return None
+        if not isinstance(obj, _TORCH_STORAGES):
+            return None
+        # Of a tensor that describes itself: sparse, quantized, of a class of its own.
+        untyped, dtype = obj, torch.uint8
+        if isinstance(obj, torch.storage.TypedStorage):
+            untyped, dtype = obj._untyped_storage, obj.dtype  # private: 2.11 to 2.15
+        memory = torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped)
+        identity = ("storage", untyped.device, untyped.data_ptr(), dtype) if memory.nbytes else object()
+        return self._storage(identity, _storage_class(obj), memory.nbytes, dtype.itemsize, None, memory).persistent_id
 
     def reducer_override(self, obj: Any) -> Any:
+        key, flat, identity = None, None, object()
         if type(obj) is Hole:
-            storage = self._storage(("hole", obj.key), obj.dtype, math.prod(obj.shape), obj.key, None)
-            return _reduced(storage, obj.dtype, obj.shape, requires_grad=False)
-        if type(obj) is Tensor and is_plain(obj) and not obj.is_meta and not vars(obj):
+            key, identity = obj.key, ("hole", obj.key)
+        elif type(obj) is Tensor and is_plain(obj) and not obj.is_meta and not vars(obj):
             flat = obj.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-            identity = ("memory", flat.device, flat.data_ptr(), flat.dtype, flat.numel()) if flat.numel() else object()
-            storage = self._storage(identity, obj.dtype, flat.numel(), None, flat)
-            return _reduced(storage, obj.dtype, obj.shape, obj.requires_grad)
-        return NotImplemented
+            if flat.numel():
+                identity = ("memory", flat.device, flat.data_ptr(), flat.dtype, flat.numel())
+        else:
+            return NotImplemented
+        # As torch itself pickles a contiguous tensor, with another storage in it.
+        rebuild, kind, more = _form(obj.dtype)
+        storage = self._storage(identity, kind, obj.nbytes, obj.dtype.itemsize, key, flat)
+        strides = tuple(math.prod(max(size, 1) for size in obj.shape[dim + 1 :]) for dim in range(len(obj.shape)))
+        needs_gradient = flat is not None and obj.requires_grad
+        return rebuild, (storage, 0, tuple(obj.shape), strides, needs_gradient, OrderedDict(), *more)
 
     def _storage(
-        self, identity: Hashable, dtype: torch.dtype, numel: int, key: Hashable, tensor: Tensor | None
+        self, identity: Hashable, kind: Any, nbytes: int, itemsize: int, key: Hashable, tensor: Tensor | None
     ) -> _Storage:
-        kind, nbytes = _form(dtype).storage_class, numel * dtype.itemsize
-        return self._numbered(identity, kind, nbytes if kind is torch.UntypedStorage else numel, nbytes, key, tensor)
-
-    def _whole(self, storage: Any) -> _Storage:
-        """A storage of a tensor that describes itself (sparse, quantized, of a class of its own)."""
-        is_untyped = isinstance(storage, torch.UntypedStorage)
-        untyped = storage if is_untyped else storage._untyped_storage  # private: 2.11 to 2.15
-        dtype = torch.uint8 if is_untyped else storage.dtype
-        memory = torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped)
-        nbytes = untyped.nbytes()
-        identity = ("storage", untyped.device, untyped.data_ptr(), dtype) if nbytes else object()
-        kind = torch.UntypedStorage if is_untyped else _storage_class(storage)
-        return self._numbered(identity, kind, nbytes // dtype.itemsize, nbytes, None, memory)
-
-    def _numbered(self, identity: Hashable, *what: Any) -> _Storage:
         if identity not in self._known:
-            self._known[identity] = _Storage(len(self.storages), *what)
-            self.storages.append(self._known[identity])
+            numel = nbytes if kind is torch.UntypedStorage else nbytes // itemsize
+            self._known[identity] = _Storage(len(self.storages), kind, numel)
+            self.storages.append((key, tensor, nbytes))
         return self._known[identity]
 
 
-class _Form(NamedTuple):
-    """How torch pickles a tensor of a dtype."""
-
-    rebuild: Any
-    storage_class: Any
-    more: tuple[Any, ...]  # arguments of a dtype younger than the classes of storages
-
-
 @cache
-def _form(dtype: torch.dtype) -> _Form:
+def _form(dtype: torch.dtype) -> tuple[Any, Any, tuple[Any, ...]]:
+    """How torch pickles a tensor of a dtype: function, class of storage, arguments of what is younger than classes."""
     rebuild, arguments = torch.empty(0, dtype=dtype).__reduce_ex__(_PROTOCOL)
-    if isinstance(arguments[0], torch.UntypedStorage):
-        return _Form(rebuild, torch.UntypedStorage, arguments[6:])
-    return _Form(rebuild, _storage_class(arguments[0]), arguments[6:])
+    return rebuild, _storage_class(arguments[0]), arguments[6:]
 
 
 def _storage_class(storage: Any) -> Any:
+    if isinstance(storage, torch.UntypedStorage):
+        return torch.UntypedStorage
     return getattr(torch, storage._pickle_storage_type())  # private: 2.11 to 2.15
-
-
-def _reduced(storage: _Storage, dtype: torch.dtype, shape: Sequence[int], requires_grad: bool) -> Any:
-    """How torch itself pickles a contiguous tensor, with another storage in it."""
-    strides = tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
-    form = _form(dtype)
-    return form.rebuild, (storage, 0, tuple(shape), strides, requires_grad, OrderedDict(), *form.more)
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
 
 ZIP = b"PK\x03\x04"  # what an archive begins with
 START_NBYTES = 256  # that tell kinds of files apart
-ADVICE = (
-    "allow its classes with `torch.serialization.add_safe_globals` (the Trainer does not hand `weights_only=False` on "
-    "to strategies that load after set-up, as this one does; `load_from_checkpoint` does)"
-)
 
 
 def refuse_other_kinds(start: bytes, where: str) -> None:
@@ -367,7 +336,7 @@ def archive_entries(file: IO[bytes]) -> dict[str, zipfile.ZipInfo]:
     return entries
 
 
-def read_torch_file(path: str | os.PathLike[str], weights_only: bool | None) -> Opened:
+def read_torch_file(files: Files, name: str, weights_only: bool | None) -> Opened:
     """What is in a torch file. A local one is mapped into memory: elements are read from disk when they are used.
 
     While its tensors are in use, a mapped file must not be cut off or written to in place: the operating system ends
@@ -377,51 +346,38 @@ def read_torch_file(path: str | os.PathLike[str], weights_only: bool | None) -> 
     The tensors are ordinary ones, which must not be written to; a bare state dict is put under ``state_dict``.
     ``CheckpointError`` if it is no such file, or could run code.
     """
-    where = f"'{os.fspath(path)}'"
-    try:
-        if is_remote(path):
-            with fsspec.open(os.fspath(path), "rb") as file:
-                refuse_other_kinds(file.read(START_NBYTES), where)
-                file.seek(0)
-                return Opened(_as_checkpoint(load_torch(file, where, weights_only, ADVICE), where))
-        local = local_path(path)
-        with open(local, "rb") as file:
-            start = file.read(START_NBYTES)
-            refuse_other_kinds(start, where)
-            is_archive = start.startswith(ZIP)
-            nbytes = os.fstat(file.fileno()).st_size
-            # What torch wrote until version 1.6 is no archive and cannot be mapped.
-            loaded = load_torch(str(local), where, weights_only, ADVICE, mapped=is_archive)
-            if os.fstat(file.fileno()).st_size != nbytes:  # before anything that is mapped is touched
-                raise CheckpointError(f"{where} was changed while it was opened: it had {nbytes} bytes. Repeat this.")
-    except OSError as error:
-        raise CheckpointError(f"{where} cannot be read: {error.strerror or error}.") from error
+    where, nbytes, local = f"'{files.name}/{name}'", files.size(name), isinstance(files, LocalFiles)
+    start = read_bytes(files, name, 0, min(nbytes, START_NBYTES))
+    refuse_other_kinds(start, where)
+    # What torch wrote until version 1.6 is no archive and cannot be mapped.
+    mapped = local and start.startswith(ZIP)
+    file = f"{files.name}/{name}" if local else open_range(files, name, 0, nbytes)
+    loaded = load_torch(file, where, weights_only, mapped=mapped)
+    if files.size(name) != nbytes:  # before anything that is mapped is touched
+        raise CheckpointError(f"{where} was changed while it was opened: it had {nbytes} bytes. Repeat this.")
     return Opened(_as_checkpoint(loaded, where))
 
 
-def load_torch(
-    file: str | IO[bytes], where: str, weights_only: bool | None, advice: str, *, mapped: bool = False
-) -> Any:
+def load_torch(file: str | IO[bytes], where: str, weights_only: bool | None, *, mapped: bool = False) -> Any:
     """``torch.load`` into host memory, of a path or an open file. A path may be mapped instead of read.
 
     ``weights_only`` refuses what could run code; ``None`` does so unless torch's environment variable forbids it.
-    ``CheckpointError``, if it cannot be loaded, says ``where`` it lies, and as ``advice`` what to do "if you trust the
-    file".
+    ``CheckpointError``, if it cannot be loaded, says ``where`` it lies.
     """
     try:
         with open(file, "rb") if isinstance(file, str) else nullcontext(file) as opened:
-            if (start := opened.read(len(ZIP))) == ZIP:
+            if opened.read(len(ZIP)) == ZIP:
                 archive_entries(opened)  # of a compressed one torch would map something else
-            elif start[:1] != b"\x80":  # of a pickle, which torch wrote until version 1.6
-                raise ValueError(f"no file of torch begins with {start!r}")
             opened.seek(0)
         return torch.load(file, map_location="cpu", weights_only=weights_only, mmap=mapped)
     except pickle.UnpicklingError as error:
         if weights_only is False:
             raise CheckpointError(f"{where} is damaged or no torch file: {error}") from error
         raise CheckpointError(
-            f"{where} was not loaded: it is damaged, or loading it could run code. If you trust the file, {advice}. "
-            f"The reason: {error}"
+            f"{where} was not loaded: it is damaged, or loading it could run code. If you trust the file, allow its "
+            "classes with `torch.serialization.add_safe_globals` (the Trainer does not hand `weights_only=False` on to "
+            "strategies that load after set-up, as this one does; `load_from_checkpoint` does). The reason: "
+            f"{error}"
         ) from error
     except Exception as error:
         raise CheckpointError(f"{where} is damaged or no torch file: {type(error).__name__}: {error}") from error
