@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import importlib.metadata
 import io
 import math
 import os
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -228,20 +228,34 @@ def _write_part(staging: Staging, rank: int, divided: Divided) -> _Part:
     """Write one rank's data file as DCP does: an archive per box or value. Durable; no file if there is nothing.
 
     Every rank that holds some of a shard writes it; everything else, and what has no elements, its owner. Of a tensor
-    on another device or in a file, a piece at a time is copied to the host.
+    on another device or in a file, a piece at a time is copied to the host. Of tied parameters there is one copy.
     """
-    mine = {
-        key: leaf
-        for key, leaf in divided.leaves.items()
-        if key in divided.own or (isinstance(leaf.value, FlatShard) and leaf.value.local.numel())
-    }
     part = _Part({}, {}, [])
     path = staging.path / f"__{rank}_0{staging.suffix}.distcp"
     with new_file(path) as opened:
         file = ChecksummedFile(opened, torch.serialization.get_crc32_options())
         known: dict[Any, tuple[StoredBytes, int | None, int | None]] = {}
-        for key, leaf in mine.items():
-            part.written[key] = _write_value(file, path.name, leaf, known, part.lost)
+        for key, leaf in divided.leaves.items():
+            value = leaf.value
+            if key not in divided.own and not (isinstance(value, FlatShard) and value.local.numel()):
+                continue
+            if not isinstance(value, FlatShard) and not is_plain(value):
+                part.written[key] = _write_value(file, path.name, leaf, part.lost)
+                continue
+            boxes = []
+            for box, elements in _boxes(value):
+                same = _identity(box, elements)
+                if same is None or same not in known:
+                    begin, layout = file.nbytes, _layout(Hole(0, elements.dtype, box.sizes))
+                    (crc32,) = file.write_archive(layout, elements)
+                    offset = begin + layout.places[0].offset if elements.numel() else None
+                    known[same] = StoredBytes(path.name, begin, layout.nbytes), offset, crc32
+                archive, offset, crc32 = known[same]
+                start = linear(value.shape, box.offsets)
+                chunk = None if offset is None else Chunk(start, math.prod(box.sizes), path.name, offset, crc32)
+                boxes.append((StoredBox(box, archive), chunk))
+            hole = Hole(None, value.dtype, tuple(value.shape))
+            part.written[key] = _Written(leaf._replace(value=hole), None, tuple(boxes))
     if file.nbytes:
         part.files[path.name] = FileEntry(file.nbytes, file.checksum)
         staging.deliver([path.name])
@@ -250,22 +264,14 @@ def _write_part(staging: Staging, rank: int, divided: Divided) -> _Part:
     return part
 
 
-def _write_value(file: ChecksummedFile, name: str, leaf: Leaf, known: dict[Any, Any], lost: list[str]) -> _Written:
-    """Write one value. ``known`` is what was written of which memory: of a tied parameter there is one copy."""
+_layout = lru_cache(maxsize=256)(TorchFile)
+
+
+def _write_value(file: ChecksummedFile, name: str, leaf: Leaf, lost: list[str]) -> _Written:
+    """Write what is no plain tensor."""
     value, kind = leaf.value, type_name(leaf.value)
     if leaf.is_container:
         return _Written(leaf._replace(value=ValueItem(leaf.path, {})))
-    if isinstance(value, FlatShard) or is_plain(value):
-        boxes = []
-        for box, elements in _boxes(value):
-            identity = _identity(box, elements)
-            archive, offset, crc32 = known.get(identity) or _write_box(file, name, box, elements)
-            if identity is not None:
-                known[identity] = archive, offset, crc32
-            start = linear(value.shape, box.offsets)
-            chunk = None if offset is None else Chunk(start, math.prod(box.sizes), name, offset, crc32)
-            boxes.append((StoredBox(box, archive), chunk))
-        return _Written(leaf._replace(value=Hole(None, value.dtype, tuple(value.shape))), None, tuple(boxes))
     layout = TorchFile(value)
     archive = StoredBytes(name, file.nbytes, layout.nbytes)
     file.write_archive(layout)
@@ -296,19 +302,6 @@ def _identity(box: Box, elements: Tensor) -> Any:
     if not elements.numel() or not elements.is_contiguous():
         return None
     return memory_identity(elements), box.sizes, elements.is_conj(), elements.is_neg()
-
-
-def _write_box(
-    file: ChecksummedFile, name: str, box: Box, elements: Tensor
-) -> tuple[StoredBytes, int | None, int | None]:
-    """Returns the archive of a box, the byte where its elements begin as raw memory, and their checksum."""
-    begin, layout = file.nbytes, _layout(Hole(0, elements.dtype, box.sizes))
-    (crc32,) = file.write_archive(layout, elements)
-    offset = begin + layout.places[0].offset if elements.numel() else None
-    return StoredBytes(name, begin, layout.nbytes), offset, crc32
-
-
-_layout = lru_cache(maxsize=256)(TorchFile)
 
 
 # -------------------------------------------------------------------------------------------------------------- rank 0
@@ -357,7 +350,7 @@ def _write_record(
         meta=encoded,
         plan=Encoder().encode(dict(plan_summary)),
         world_size=len(parts),
-        writer={"lightning_zero": _own_version(), "torch": torch.__version__},
+        writer={"lightning_zero": sys.modules["lightning_zero"].__version__, "torch": torch.__version__},
     )
     with new_file(directory / RECORD_FILE) as file:
         content = record.to_bytes()
@@ -411,13 +404,6 @@ def _encode_rest(directory: Path, name: str, rest: dict[str, Any], files: dict[s
     return encoder, encoded
 
 
-def _own_version() -> str:
-    try:
-        return importlib.metadata.version("lightning-zero")
-    except importlib.metadata.PackageNotFoundError:  # run from a source folder
-        return "unknown"
-
-
 # ---------------------------------------------------------------------------------------------------------------- files
 
 _POLYNOMIAL = 0xEDB88320  # of zlib and zip, bits reversed
@@ -447,16 +433,12 @@ class ChecksummedFile:
 
     def write_elements(self, tensor: Tensor) -> int | None:
         """Append the elements of a tensor on any device or in a file, a piece at a time. Returns their CRC-32."""
-        crc32, nbytes = 0, tensor.numel() * tensor.dtype.itemsize
-        for elements, _ in _pieces(tensor):
-            memory = raw_memory(elements)
-            self._append(memory)
-            if self._wanted:
-                crc32 = zlib.crc32(memory, crc32)
-                if nbytes < LARGE_NBYTES:
-                    self._crc32 = zlib.crc32(memory, self._crc32)
-        if self._wanted and nbytes >= LARGE_NBYTES:
-            self._crc32 = combine(self._crc32, crc32, nbytes)
+        if not self._wanted or tensor.numel() * tensor.dtype.itemsize < LARGE_NBYTES:
+            crc32, _ = _write_pieces(tensor, tensor.dtype, self.write, self._wanted)
+        else:
+            begin = self.nbytes
+            crc32, _ = _write_pieces(tensor, tensor.dtype, self._append, True)
+            self._crc32 = combine(self._crc32, crc32, self.nbytes - begin)
         return crc32 if self._wanted else None
 
     def write_archive(self, layout: TorchFile, *in_holes: Tensor) -> list[int | None]:
@@ -540,20 +522,35 @@ class Pieces:
         torch is set to compute none. ``CheckpointError`` if what is read does not match its checksum.
         """
         tensor, dtype = (what, what.dtype) if isinstance(what, Tensor) else self._tensors[what]
-        crc32, wanted = 0, torch.serialization.get_crc32_options()
-        for elements, known in _pieces(tensor):
-            cast = elements.to(dtype)
-            if dtype != tensor.dtype and _overflows(elements, cast):
-                self.overflowed.add(what)
-            memory = raw_memory(cast)
+
+        def write(memory: memoryview) -> None:
+            nonlocal offset
             write_bytes(descriptor, offset, memory)
-            if wanted and known is not None and dtype == tensor.dtype:
-                crc32 = combine(crc32, known, len(memory)) if crc32 else known
-            elif wanted:
-                crc32 = zlib.crc32(memory, crc32)
             offset += len(memory)
             advance(len(memory))
+
+        crc32, overflowed = _write_pieces(tensor, dtype, write, torch.serialization.get_crc32_options())
+        if overflowed:
+            self.overflowed.add(what)
         return crc32
+
+
+def _write_pieces(
+    tensor: Tensor, dtype: torch.dtype, write: Callable[[memoryview], Any], wanted: bool
+) -> tuple[int, bool]:
+    """Write elements, cast, a piece at a time. Returns their CRC-32, 0 if it is not ``wanted``, and whether a cast made
+    finite ones infinite."""
+    crc32, overflowed = 0, False
+    for elements, known in _pieces(tensor):
+        cast = elements.to(dtype)
+        overflowed = overflowed or (dtype != tensor.dtype and _overflows(elements, cast))
+        memory = raw_memory(cast)
+        write(memory)
+        if wanted and known is not None and dtype == tensor.dtype:
+            crc32 = combine(crc32, known, len(memory)) if crc32 else known
+        elif wanted:
+            crc32 = zlib.crc32(memory, crc32)
+    return crc32, overflowed
 
 
 def _overflows(elements: Tensor, cast: Tensor) -> bool:
