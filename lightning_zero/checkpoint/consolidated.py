@@ -33,7 +33,7 @@ from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
 from lightning_zero.checkpoint.format.typed_json import Decoder, is_plain
 from lightning_zero.checkpoint.load import Directory, open_checkpoint
 from lightning_zero.checkpoint.save import SUMMARY_KEY, Pieces, combine, divide, progress_bar, write_bytes
-from lightning_zero.checkpoint.storage.files import is_remote, local_output, local_path, open_folder
+from lightning_zero.checkpoint.storage.files import is_remote, local_path, open_folder
 from lightning_zero.checkpoint.storage.publish import StagedFile
 from lightning_zero.comm import ControlGroup
 from lightning_zero.config import parse_size
@@ -121,7 +121,7 @@ def save_consolidated_file(
         content = {**rest, **put_together([*map(outline, leaves.values()), *chain.from_iterable(others)])}
         if plan_summary is not None:
             content[SUMMARY_KEY] = {**content.get(SUMMARY_KEY, {}), "plan": dict(plan_summary)}
-        files.append(Output(local_output(path), TorchFile(_with_indices(content))))
+        files.append(Output(local_path(path), TorchFile(_with_indices(content))))
         return files[0].places
 
     def publish() -> None:
@@ -236,7 +236,7 @@ def consolidate_checkpoint(
             that is replaced is replaced whole or not at all.
         ExtensionError: for what is more than one file, if the extension ``formats`` was deleted.
     """
-    target = local_output(out)
+    target = local_path(out)
     export = Export(
         source=os.fspath(source),
         target=target,

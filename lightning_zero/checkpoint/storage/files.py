@@ -11,6 +11,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ __all__ = [
     "entries_of",
     "is_folder",
     "is_remote",
-    "local_output",
     "local_path",
     "memory_nbytes",
     "open_folder",
@@ -137,8 +137,7 @@ class RemoteFiles:
 
     def __init__(self, url: str) -> None:
         self.name = url.rstrip("/")
-        self._blocks: dict[tuple[str, int], bytes] = {}
-        self._lock = threading.Lock()
+        self._block = lru_cache(_BLOCKS)(self._read_block)
         try:
             self._store, self._root = open_store(url)
             entries = entries_of(self._store, self._root)
@@ -174,17 +173,9 @@ class RemoteFiles:
             memory[done : done + len(part)] = part
             done += len(part)
 
-    def _block(self, name: str, number: int) -> bytes:
-        with self._lock:
-            block = self._blocks.pop((name, number), None)
-        if block is None:
-            start = number * _BLOCK_NBYTES
-            block = self._fetch(name, start, max(0, min(_BLOCK_NBYTES, self.size(name) - start)))
-        with self._lock:
-            self._blocks[name, number] = block  # the last one used stays longest
-            if len(self._blocks) > _BLOCKS:
-                del self._blocks[next(iter(self._blocks))]
-        return block
+    def _read_block(self, name: str, number: int) -> bytes:
+        start = number * _BLOCK_NBYTES
+        return self._fetch(name, start, max(0, min(_BLOCK_NBYTES, self.size(name) - start)))
 
     def _fetch(self, name: str, offset: int, nbytes: int) -> bytes:
         data = b""
@@ -355,18 +346,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     text = os.fspath(path)
     if is_remote(text):
         raise ValueError(
-            f"'{text}' is not in a local or mounted file system, and this works there only. Use such a path, and "
-            "copy what is finished."
+            f"'{text}' is not in a local or mounted file system, and this works there only: object stores cannot write "
+            "at many places of a file at once. Use a local path, and copy what is finished."
         )
     return Path(os.path.abspath(os.path.expanduser(text.removeprefix("file://"))))
-
-
-def local_output(path: str | os.PathLike[str]) -> Path:
-    """The same for a single file to write: ``ValueError`` for any other URL."""
-    if is_remote(path):
-        raise ValueError(
-            f"Single files are written to local or mounted file systems, not to '{os.fspath(path)}': their pieces are "
-            "written at many places at once, which object stores cannot. Write to a local path and copy the finished "
-            "file."
-        )
-    return local_path(path)
