@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -32,7 +32,15 @@ from lightning_zero.checkpoint.format.stored import StoredTensor
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
 from lightning_zero.checkpoint.format.typed_json import Decoder, is_plain
 from lightning_zero.checkpoint.load import Directory, open_checkpoint
-from lightning_zero.checkpoint.save import SUMMARY_KEY, Pieces, combine, divide, progress_bar, write_bytes
+from lightning_zero.checkpoint.save import (
+    SUMMARY_KEY,
+    combine,
+    divide,
+    progress_bar,
+    stored_identity,
+    write_bytes,
+    write_pieces,
+)
 from lightning_zero.checkpoint.storage.files import is_remote, local_path, open_folder
 from lightning_zero.checkpoint.storage.publish import StagedFile
 from lightning_zero.comm import ControlGroup
@@ -109,11 +117,11 @@ def save_consolidated_file(
                 if stored not in leaves or _identity(value) != _identity(leaves[stored].value):
                     raise ValueError(f"'{key}' and '{stored}' are the same memory on other ranks, but not here")
                 if stored == key:
-                    yield key, value.start * value.dtype.itemsize, value.local.nbytes, value.local
+                    yield key, value.start * value.dtype.itemsize, value.local, value.dtype
             elif key in own and is_plain(value) and control.rank != 0:
-                yield key, 0, value.nbytes, value
+                yield key, 0, value, value.dtype
         for made in files:
-            yield from (part for part in made.parts if isinstance(part[-1], Tensor))
+            yield from made.parts
 
     def lay_out() -> Any:
         if control.rank != 0:
@@ -134,7 +142,7 @@ def save_consolidated_file(
     others = control.together(what, lambda: [outline(leaves[key]) for key in leaves if control.rank and key in own])
     try:
         file, offsets = control.together(what, lay_out)[0]
-        parts = control.together(what, lambda: fill(file, offsets, held(), Pieces()))
+        parts = control.together(what, lambda: fill(file, offsets, held()))
         control.together(what, publish)
     finally:
         for made in files:
@@ -399,26 +407,28 @@ def warn_of_excluded(checkpoint: Mapping[str, Any], source: str | os.PathLike[st
 def write_export(
     export: Export,
     files: Mapping[Path, Any],
-    holes: Mapping[str, Any],
-    pieces: Pieces,
+    weights: Mapping[str, Any],
     publish: Callable[[list[StagedFile]], None] = lambda staged: staged[0].publish(),
 ) -> None:
-    """Write the files of an export by their layouts; ``holes`` are those of the weights, and in ``pieces``.
+    """Write the files of an export by their layouts; a warning names ``weights``, of which holes can become infinite.
 
-    A warning names weights that became infinite when they were cast.
+    ``publish`` gives the files their names.
     """
     nbytes = sum(at.nbytes for layout in files.values() for at in layout.places)
     outputs: list[Output] = []
+    parts: list[_Written] = []
     try:
         with progress_bar(export.target.name, nbytes, export.progress) as bar:
             for path, layout in files.items():
                 outputs.append(output := Output(path, layout))
-                output.complete(fill(*output.places, output.parts, pieces, bar.update))
+                output.complete(written := fill(*output.places, output.parts, bar.update))
+                parts += written
         publish([output.staged for output in outputs])
     finally:
         for output in outputs:
             output.staged.discard()
-    names = [name for name, hole in holes.items() if isinstance(hole, Hole) and hole.key in pieces.overflowed]
+    infinite = {part.key for part in parts if part.overflowed}
+    names = [name for name, hole in weights.items() if isinstance(hole, Hole) and hole.key in infinite]
     if names:
         warnings.warn(
             f"{len(names)} weights have values that are too large for the dtype and became infinite, for example "
@@ -428,32 +438,29 @@ def write_export(
 
 
 def _write_torch(export: Export) -> Path:
-    pieces, weights = Pieces(), export.weights()
     dropped = _TRAINING_STATE if export.weights_only else ()
-    content = {key: _with_holes(value, pieces, None) for key, value in export.checkpoint.items() if key not in dropped}
+    content = {key: _with_holes(value, None) for key, value in export.checkpoint.items() if key not in dropped}
     content["state_dict"] = {
-        name: _with_holes(value, pieces, export.dtype if isinstance(value, Tensor) else None)
-        for name, value in weights.items()
+        name: _with_holes(value, export.dtype if isinstance(value, Tensor) else None)
+        for name, value in export.weights().items()
     }
-    write_export(export, {export.target: TorchFile(_with_indices(content))}, content["state_dict"], pieces)
+    write_export(export, {export.target: TorchFile(_with_indices(content))}, content["state_dict"])
     return export.target
 
 
 def _write_safetensors(export: Export) -> Path:
-    pieces, weights = Pieces(), export.weights()
-    holes, aliases = holes_of(weights, pieces, export.dtype)
-    write_export(export, {export.target: SafetensorsFile(holes, {"format": "pt", **aliases})}, holes, pieces)
+    holes, aliases = holes_of(export)
+    write_export(export, {export.target: SafetensorsFile(holes, {"format": "pt", **aliases})}, holes)
     return export.target
 
 
-def holes_of(
-    weights: Mapping[str, Any], pieces: Pieces, dtype: torch.dtype | None
-) -> tuple[dict[str, Hole], dict[str, str]]:
-    """A hole for every tensor that safetensors can hold, once if it is tied, and the other names of tied ones."""
+def holes_of(export: Export) -> tuple[dict[str, Hole], dict[str, str]]:
+    """A hole for every weight that safetensors can hold, once if it is tied, and the other names of tied ones."""
+    weights = export.weights()
     tensors = {name: value for name, value in weights.items() if isinstance(value, StoredTensor) or is_plain(value)}
     if left_out := [name for name in weights if name not in tensors]:
         warnings.warn(f"Left out, because safetensors hold plain tensors only: {', '.join(left_out)}.", stacklevel=4)
-    holes = {name: _with_holes(value, pieces, dtype or value.dtype) for name, value in tensors.items()}
+    holes = {name: _with_holes(value, export.dtype or value.dtype) for name, value in tensors.items()}
     first: dict[Any, str] = {}
     for name, hole in holes.items():
         first.setdefault((hole.key, hole.shape), name)
@@ -461,23 +468,33 @@ def holes_of(
     return {name: holes[name] for name in first.values()}, {name: one for name, one in kept.items() if one != name}
 
 
-def _with_holes(value: Any, pieces: Pieces, cast: torch.dtype | None) -> Any:
+def _with_holes(value: Any, cast: torch.dtype | None) -> Any:
     """A structure with a hole for every tensor that is on disk or to be cast."""
     if isinstance(value, StoredTensor) or (cast is not None and is_plain(value)):
         dtype = cast if cast is not None and value.dtype.is_floating_point else value.dtype
-        return Hole(pieces.add(value, dtype), dtype, value.shape)
+        return Hole((stored_identity(value), dtype), dtype, value.shape, value)
     if type(value) in (dict, OrderedDict):
-        return type(value)((key, _with_holes(item, pieces, cast)) for key, item in value.items())
+        return type(value)((key, _with_holes(item, cast)) for key, item in value.items())
     if type(value) in (list, tuple):
-        return type(value)(_with_holes(item, pieces, cast) for item in value)
+        return type(value)(_with_holes(item, cast) for item in value)
     return value
 
 
 # -------------------------------------------------------------------------------------------------------------- writing
 
 
-# Bytes of a place in a file: the key of the place, the first of them, how many, and what `Pieces` writes there.
-_Held = tuple[Hashable, int, int, Any]
+# The key of a place in a file, the first of its bytes that is written, a tensor, and the dtype to write it in.
+_Held = tuple[Hashable, int, Tensor, torch.dtype]
+
+
+class _Written(NamedTuple):
+    """Bytes that were written to a place in a file."""
+
+    key: Hashable
+    start: int
+    nbytes: int
+    crc32: int
+    overflowed: bool  # whether a cast made finite elements infinite, NaN or the largest of the dtype
 
 
 class Output:
@@ -498,17 +515,14 @@ class Output:
 
     @property
     def parts(self) -> list[_Held]:
-        """The whole of every place, for one process that writes all of them."""
-        return [(at.key, 0, at.nbytes, at.key if at.tensor is None else at.tensor) for at in self._layout.places]
+        """The whole of every place whose tensor is known."""
+        return [(at.key, 0, at.tensor, at.dtype) for at in self._layout.places if at.tensor is not None]
 
-    def complete(self, written: Iterable[tuple[Hashable, int, int, int]]) -> None:
-        """Write what is between the elements, given all that ``fill`` returned.
-
-        ``ValueError`` if not all elements were written, or some twice.
-        """
-        parts: dict[Hashable, list[tuple[int, int, int]]] = {at.key: [] for at in self._layout.places}
-        for key, start, nbytes, crc32 in written:
-            parts[key].append((start, nbytes, crc32))
+    def complete(self, written: Iterable[_Written]) -> None:
+        """Write what is between the elements; ``ValueError`` if not all elements were written, or some twice."""
+        parts: dict[Hashable, list[_Written]] = {at.key: [] for at in self._layout.places}
+        for part in written:
+            parts[part.key].append(part)
         crcs = [_checked(at.key, at.nbytes, sorted(parts[at.key])) for at in self._layout.places]
         with open(self.staged.path, "r+b", buffering=0) as file:
             for offset, content in self._layout.frame(crcs):
@@ -519,13 +533,13 @@ def fill(
     path: str,
     offsets: Mapping[Hashable, int],
     held: Iterable[_Held],
-    pieces: Pieces,
     advance: Callable[[int], Any] = lambda _: None,
-) -> list[tuple[Hashable, int, int, int]]:
-    """Write elements to their places in a file; returns what ``held`` says of them, with a CRC-32 in place of the last.
+) -> list[_Written]:
+    """Write elements to their places in a file. ``advance`` gets the number of bytes after each piece.
 
-    ``advance`` gets the number of bytes after each piece.
+    ``CheckpointError`` if what is read does not match its checksum.
     """
+    wanted, parts = torch.serialization.get_crc32_options(), []
     try:
         # Not to be read: a client of a network file system that may read could write back whole pages, with its
         # neighbours' bytes as they were.
@@ -534,27 +548,25 @@ def fill(
         raise FileNotFoundError(
             f"'{Path(path).parent.parent}' is not the folder that rank 0 sees: use a shared file system"
         ) from None
-    try:
-        parts = [
-            (key, start, nbytes, pieces.write(what, descriptor, offsets[key] + start, advance))
-            for key, start, nbytes, what in held
-            if nbytes
-        ]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return parts
+    with os.fdopen(descriptor, "wb") as file:
+        for key, start, tensor, dtype in held:
+            begin = file.seek(offsets[key] + start)
+            crc32, overflowed = write_pieces(tensor, dtype, lambda memory: advance(file.write(memory)), wanted)
+            parts.append(_Written(key, start, file.tell() - begin, crc32, overflowed))
+        file.flush()
+        os.fsync(file.fileno())
+    return [part for part in parts if part.nbytes]
 
 
-def _checked(key: Hashable, nbytes: int, parts: Iterable[tuple[int, int, int]]) -> int:
-    """The checksum of parts (first byte, bytes, CRC-32), which must be the whole, without holes or overlaps."""
+def _checked(key: Hashable, nbytes: int, parts: Iterable[_Written]) -> int:
+    """The checksum of parts, which must be the whole, without holes or overlaps."""
     end = crc32 = 0
-    for start, size, crc in parts:
-        if start != end:
-            who = "held by no rank" if start > end else "held by several ranks"
-            raise ValueError(f"of '{key}', bytes {min(start, end)} to {max(start, end)} are {who}")
-        end += size
-        crc32 = combine(crc32, crc, size) if crc32 else crc
+    for part in parts:
+        if part.start != end:
+            who = "held by no rank" if part.start > end else "held by several ranks"
+            raise ValueError(f"of '{key}', bytes {min(part.start, end)} to {max(part.start, end)} are {who}")
+        crc32 = combine(crc32, part.crc32, part.nbytes) if end else part.crc32
+        end += part.nbytes
     if end != nbytes:
         raise ValueError(f"of '{key}', {end} of {nbytes} bytes are held by the ranks")
     return crc32

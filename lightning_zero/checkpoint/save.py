@@ -67,7 +67,6 @@ __all__ = [
     "SUMMARY_KEY",
     "ChecksummedFile",
     "Divided",
-    "Pieces",
     "combine",
     "divide",
     "new_file",
@@ -76,6 +75,7 @@ __all__ = [
     "save_checkpoint_directory",
     "stored_identity",
     "write_bytes",
+    "write_pieces",
 ]
 
 SUMMARY_KEY = "lightning_zero"
@@ -434,10 +434,10 @@ class ChecksummedFile:
     def write_elements(self, tensor: Tensor) -> int | None:
         """Append the elements of a tensor on any device or in a file, a piece at a time. Returns their CRC-32."""
         if not self._wanted or tensor.numel() * tensor.dtype.itemsize < LARGE_NBYTES:
-            crc32, _ = _write_pieces(tensor, tensor.dtype, self.write, self._wanted)
+            crc32, _ = write_pieces(tensor, tensor.dtype, self.write, self._wanted)
         else:
             begin = self.nbytes
-            crc32, _ = _write_pieces(tensor, tensor.dtype, self._append, True)
+            crc32, _ = write_pieces(tensor, tensor.dtype, self._append, True)
             self._crc32 = combine(self._crc32, crc32, self.nbytes - begin)
         return crc32 if self._wanted else None
 
@@ -499,47 +499,14 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 # --------------------------------------------------------------------------------------------------------------- pieces
 
 
-class Pieces:
-    """Tensors to be written, each known by a key that tied ones share."""
-
-    def __init__(self) -> None:
-        # Of tensors with finite elements that a cast made infinite, NaN or the largest of their dtype.
-        self.overflowed: set[Hashable] = set()
-        self._tensors: dict[Hashable, tuple[Tensor, torch.dtype]] = {}
-
-    def add(self, tensor: Tensor, dtype: torch.dtype) -> Hashable:
-        """Take a tensor in, to be written in a dtype. Returns its key."""
-        key = (stored_identity(tensor), dtype)
-        self._tensors.setdefault(key, (tensor, dtype))
-        return key
-
-    def write(
-        self, what: Hashable | Tensor, descriptor: int, offset: int, advance: Callable[[int], Any] = lambda _: None
-    ) -> int:
-        """Write the elements of a tensor, or of the one added under a key, at an offset of a file.
-
-        ``advance`` is told the bytes of every piece when it is written. Returns the CRC-32 of what was written; 0 if
-        torch is set to compute none. ``CheckpointError`` if what is read does not match its checksum.
-        """
-        tensor, dtype = (what, what.dtype) if isinstance(what, Tensor) else self._tensors[what]
-
-        def write(memory: memoryview) -> None:
-            nonlocal offset
-            write_bytes(descriptor, offset, memory)
-            offset += len(memory)
-            advance(len(memory))
-
-        crc32, overflowed = _write_pieces(tensor, dtype, write, torch.serialization.get_crc32_options())
-        if overflowed:
-            self.overflowed.add(what)
-        return crc32
-
-
-def _write_pieces(
+def write_pieces(
     tensor: Tensor, dtype: torch.dtype, write: Callable[[memoryview], Any], wanted: bool
 ) -> tuple[int, bool]:
-    """Write elements, cast, a piece at a time. Returns their CRC-32, 0 if it is not ``wanted``, and whether a cast made
-    finite ones infinite."""
+    """Write elements in a dtype, a piece at a time; ``CheckpointError`` if they do not match their checksum.
+
+    Returns the CRC-32 of what was written, 0 if it is not ``wanted``, and whether a cast made finite elements infinite,
+    NaN or the largest of the dtype.
+    """
     crc32, overflowed = 0, False
     for elements, known in _pieces(tensor):
         cast = elements.to(dtype)

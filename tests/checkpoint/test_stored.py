@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from lightning_zero.checkpoint import StoredTensor, open_checkpoint
+from lightning_zero.checkpoint.consolidated import fill
 from lightning_zero.checkpoint.format.record import Chunk, TensorItem
-from lightning_zero.checkpoint.save import Pieces, stored_identity
+from lightning_zero.checkpoint.save import stored_identity
 from tests.checkpoint.samples import control
 
 
@@ -221,11 +222,11 @@ def test_what_was_written_to_is_written_to_the_file(tmp_path: Path) -> None:
     identity = stored_identity(handle)
     handle[0] = 1  # the checksum of what is stored is not its checksum any more
     assert stored_identity(handle) != identity
-    with open(tmp_path / "f", "wb") as file:
-        for place, tensor in enumerate((handle, whole)):
-            pieces = Pieces()
-            crc32 = pieces.write(pieces.add(tensor, torch.float32), file.fileno(), place * 48)
-            assert crc32 == zlib.crc32(tensor.read().numpy().tobytes())
+    (tmp_path / "f").touch()
+    tensors = {"a": handle, "b": whole}
+    held = [(key, 0, tensor, torch.float32) for key, tensor in tensors.items()]
+    for part in fill(str(tmp_path / "f"), {"a": 0, "b": 48}, held):
+        assert part.crc32 == zlib.crc32(tensors[str(part.key)].read().numpy().tobytes())
     found = torch.frombuffer(bytearray((tmp_path / "f").read_bytes()), dtype=torch.float32).view(2, 4, 3)
     assert torch.equal(found[0], handle.read())
     assert torch.equal(found[1], elements())
@@ -234,12 +235,9 @@ def test_what_was_written_to_is_written_to_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16])
 def test_what_a_cast_makes_infinite_is_noticed(tmp_path: Path, dtype: torch.dtype) -> None:
     large, small = torch.tensor([1.0, 1e6]), torch.tensor([1.0, torch.inf])
-    pieces = Pieces()
-    keys = [pieces.add(tensor, dtype) for tensor in (large, small)]
-    with open(tmp_path / "f", "wb") as file:
-        for key in keys:
-            pieces.write(key, file.fileno(), 0)
-    assert pieces.overflowed == {keys[0]}
+    (tmp_path / "f").touch()
+    written = fill(str(tmp_path / "f"), {"a": 0}, [("a", 0, large, dtype), ("a", 0, small, dtype)])
+    assert [part.overflowed for part in written] == [True, False]
 
 
 def test_a_state_dict_that_is_changed_in_the_file_s_place(tmp_path: Path) -> None:

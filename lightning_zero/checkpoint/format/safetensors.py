@@ -146,7 +146,8 @@ class SafetensorsFile:
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
         self.head = len(text).to_bytes(8, "little") + text
-        self.places = [Place(spec.key, None, len(self.head) + begin, spec.nbytes) for spec, begin in begins]
+        data = len(self.head)
+        self.places = [Place(hole.key, hole.tensor, hole.dtype, data + begin, hole.nbytes) for hole, begin in begins]
         self.nbytes = len(self.head) + end
 
     def frame(self, _: Iterable[int]) -> Iterator[tuple[int, bytes]]:

@@ -25,7 +25,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import IO, Any, NamedTuple
 
@@ -73,6 +73,7 @@ class Hole:
     key: Hashable
     dtype: torch.dtype
     shape: Sequence[int]
+    tensor: Tensor | None = field(default=None, compare=False)  # which has the elements, in this dtype or another
 
     @property
     def nbytes(self) -> int:
@@ -84,7 +85,8 @@ class Place(NamedTuple):
     """Where in the file the elements of one storage belong, in bytes."""
 
     key: Hashable  # the holes' key, or one of a tensor that was given as such
-    tensor: Tensor | None  # 1-D, or ``None`` for a hole
+    tensor: Tensor | None  # if it is known, that of a hole too
+    dtype: torch.dtype
     offset: int
     nbytes: int
 
@@ -153,10 +155,9 @@ class TorchFile:
         self._add(".storage_alignment", str(_ALIGNMENT).encode())
         self._add("byteorder", sys.byteorder.encode())
         self.places: list[Place] = []
-        for number, (key, tensor, nbytes) in enumerate(pickler.storages):
+        for number, (key, tensor, dtype, nbytes) in enumerate(pickler.storages):
             record = self._add(f"data/{number}", None, nbytes)
-            key = key if tensor is None else ("tensor", number)
-            self.places.append(Place(key, tensor, record.offset, record.nbytes))
+            self.places.append(Place(key, tensor, dtype, record.offset, nbytes))
         self._add("version", b"3\n")
         directory = sum(len(record.central(0)) for record in self._records)
         self.nbytes = self._records[-1].end + directory + _END_64.size + _LOCATOR_64.size + _END.size
@@ -243,7 +244,7 @@ class _Pickler(pickle.Pickler):
         buffer = io.BytesIO()
         super().__init__(buffer, protocol=_PROTOCOL)
         self._known: dict[Hashable, _Storage] = {}
-        self.storages: list[tuple[Hashable, Tensor | None, int]] = []  # key of a hole, or tensor, and bytes
+        self.storages: list[tuple[Hashable, Tensor | None, torch.dtype, int]] = []  # as of a place
         self.dump(content)
         self.pickled = buffer.getvalue()
 
@@ -258,32 +259,36 @@ class _Pickler(pickle.Pickler):
             untyped, dtype = obj._untyped_storage, obj.dtype  # private: 2.11 to 2.15
         memory = torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped)
         identity = ("storage", untyped.device, untyped.data_ptr(), dtype) if memory.nbytes else object()
-        return self._storage(identity, _storage_class(obj), memory.nbytes, dtype.itemsize, None, memory).persistent_id
+        return self._storage(identity, _storage_class(obj), dtype, memory.nbytes, memory).persistent_id
 
     def reducer_override(self, obj: Any) -> Any:
-        key, flat, identity = None, None, object()
+        tensor, identity = None, object()
         if type(obj) is Hole:
-            key, identity = obj.key, ("hole", obj.key)
+            tensor, identity = obj.tensor, ("hole", obj.key)
         elif type(obj) is Tensor and is_plain(obj) and not obj.is_meta and not vars(obj):
-            flat = obj.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+            tensor = flat = obj.detach().resolve_conj().resolve_neg().contiguous().view(-1)
             if flat.numel():
                 identity = ("memory", flat.device, flat.data_ptr(), flat.dtype, flat.numel())
         else:
             return NotImplemented
         # As torch itself pickles a contiguous tensor, with another storage in it.
         rebuild, kind, more = _form(obj.dtype)
-        storage = self._storage(identity, kind, obj.nbytes, obj.dtype.itemsize, key, flat)
+        key = obj.key if type(obj) is Hole else None
+        storage = self._storage(identity, kind, obj.dtype, obj.nbytes, tensor, key)
         strides = tuple(math.prod(max(size, 1) for size in obj.shape[dim + 1 :]) for dim in range(len(obj.shape)))
-        needs_gradient = flat is not None and obj.requires_grad
+        needs_gradient = type(obj) is Tensor and obj.requires_grad
         return rebuild, (storage, 0, tuple(obj.shape), strides, needs_gradient, OrderedDict(), *more)
 
     def _storage(
-        self, identity: Hashable, kind: Any, nbytes: int, itemsize: int, key: Hashable, tensor: Tensor | None
+        self, identity: Any, kind: Any, dtype: torch.dtype, nbytes: int, tensor: Tensor | None, key: Hashable = None
     ) -> _Storage:
         if identity not in self._known:
-            numel = nbytes if kind is torch.UntypedStorage else nbytes // itemsize
-            self._known[identity] = _Storage(len(self.storages), kind, numel)
-            self.storages.append((key, tensor, nbytes))
+            number = len(self.storages)
+            numel = nbytes if kind is torch.UntypedStorage else nbytes // dtype.itemsize
+            self._known[identity] = _Storage(number, kind, numel)
+            if key is None and tensor is not None:
+                key, dtype = ("tensor", number), tensor.dtype
+            self.storages.append((key, tensor, dtype, nbytes))
         return self._known[identity]
 
 

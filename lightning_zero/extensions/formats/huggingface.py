@@ -29,7 +29,6 @@ from lightning_zero.checkpoint.format.safetensors import DAMAGES, SafetensorsFil
 from lightning_zero.checkpoint.format.stored import Source, StoredTensor
 from lightning_zero.checkpoint.format.torch_file import Hole
 from lightning_zero.checkpoint.format.typed_json import strict_json
-from lightning_zero.checkpoint.save import Pieces
 from lightning_zero.checkpoint.storage.files import Files, read_index
 from lightning_zero.checkpoint.storage.publish import StagedFile, is_checkpoint_directory
 from lightning_zero.errors import CheckpointError, some
@@ -101,8 +100,7 @@ def is_weights(name: str) -> bool:
 
 
 def _write_safetensors(settings: Export) -> list[Path]:
-    weights, folder, pieces = settings.weights(), settings.target, Pieces()
-    holes, aliases = holes_of(weights, pieces, settings.dtype)
+    folder, (holes, aliases) = settings.target, holes_of(settings)
     shards = _shards(holes, settings.limit)
     names = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
     names = names if len(shards) > 1 else [SINGLE_FILE]
@@ -110,7 +108,7 @@ def _write_safetensors(settings: Export) -> list[Path]:
     for name, shard in zip(names, shards, strict=True):
         metadata = {"format": "pt", **{alias: name for alias, name in aliases.items() if name in shard}}
         files[folder / name] = SafetensorsFile(shard, metadata)
-    write_export(settings, files, holes, pieces, lambda staged: _publish(folder, staged, shards))
+    write_export(settings, files, holes, lambda staged: _publish(folder, staged, shards))
     return [*files] if len(files) == 1 else [*files, folder / INDEX_FILE]
 
 
