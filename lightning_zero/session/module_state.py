@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from lightning_zero._torch import no_torch_function, without_swaps
 from lightning_zero.checkpoint import FlatShard, StoredTensor, open_checkpoint
-from lightning_zero.checkpoint.format.flat_shard import memory_identity
 from lightning_zero.checkpoint.format.stored import read_slices
 from lightning_zero.comm import ControlGroup
 from lightning_zero.engine import Slice, ZeroEngine
@@ -79,8 +78,7 @@ class ModuleState:
         versions = getattr(state, "_metadata", None) or getattr(current, "_metadata", None)
         state = {unwrapped(key): value for key, value in state.items()}
         kept = [name for name in excluded if name in own and name not in state]
-        loaded = {id(value) for key, (_, value) in own.items() if key in state}
-        expendable = {*kept, *optional, *(key for key, (_, value) in own.items() if id(value) in loaded)}
+        expendable = {*kept, *optional, *_filled({key: value for key, (_, value) in own.items()}, state)}
         refused: list[Exception] = []
 
         def read() -> None:
@@ -210,7 +208,7 @@ def load_initial_weights(
     """
     checkpoint = open_checkpoint(path, control, verify=verify or "sample")
     weights = weights_of(checkpoint, path)
-    own = state.save()
+    own = {unwrapped(key): value for key, value in state.module.state_dict(keep_vars=True).items()}
     stored: OrderedDict[str, Any] = OrderedDict(under_names_of(state.module, own, weights, path, strict))
     adapters = adapters_in(state.module, own, weights, stored, path)
     if not strict:
@@ -219,8 +217,10 @@ def load_initial_weights(
         stored._metadata = weights._metadata  # type: ignore[attr-defined]  # versions, for the modules' own loading
     left_out = len(left_out_of(checkpoint))
     why = f" That checkpoint was saved without its {left_out} frozen parameters." if left_out else ""
-    random = [] if strict or frozen_as_built else _frozen_without_values(state.module, stored, adapters.names)
-    if random:
+    parameters = {unwrapped(key): value for key, value in state.module.named_parameters(remove_duplicate=False)}
+    filled = _filled(parameters, {*stored, *adapters.names})
+    random = [name for name, value in parameters.items() if _is_frozen(value) and name not in filled]
+    if random and not strict and not frozen_as_built:
         raise CheckpointError(
             f"{len(random)} frozen parameters are not in the initial weights '{os.fspath(path)}' and would keep random "
             f"values: {some(random)}.{why}{adapters.hint} Name weights that hold them, or set "
@@ -239,11 +239,10 @@ def load_initial_weights(
     return stored.keys()
 
 
-def _frozen_without_values(module: nn.Module, stored: Collection[str], adapters: Collection[str]) -> list[str]:
-    """The names of frozen parameters that nothing is read for; of a tied one, one name will do."""
-    every = [(unwrapped(name), value) for name, value in module.named_parameters(remove_duplicate=False)]
-    read = {id(value) for name, value in every if name in stored or name in adapters}
-    return [name for name, value in every if not value.requires_grad and id(value) not in read]
+def _filled(own: Mapping[str, Any], stored: Collection[str]) -> set[str]:
+    """The names whose values are stored; of a tied parameter, under any of its names."""
+    there = {id(own[name]) for name in stored if name in own}
+    return {name for name, value in own.items() if id(value) in there}
 
 
 def _what_fits(
@@ -258,12 +257,13 @@ def _what_fits(
             f"Nothing in the initial weights '{os.fspath(path)}' fits the module: stored are {some(stored)}; the "
             f"module has {some(own)}.{hint} Compare the names, and save the weights under those of the module."
         )
+    filled = _filled(own, stored)
     shapes = [f"{name} {_shape(stored[name])} instead of {_shape(own[name])}" for name in reshaped]
     lines = [
         f"{len(names)} {what}: {some(names)}."
         for names, what in (
             (shapes, "of another shape were skipped"),
-            (_missing(stored, own), "are not there and keep their initial values"),
+            ([name for name in own if name not in filled], "are not there and keep their initial values"),
             ([name for name in stored if name not in own], "are not in the module and were ignored"),
         )
         if names
@@ -275,16 +275,6 @@ def _what_fits(
             stacklevel=3,
         )
     return fitting
-
-
-def _missing(stored: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """The module's names that are not stored, but for other names of parameters that are: of a tied one, one will do.
-
-    Which are tied shows in the memory of this rank's slices, so one without an element here may be listed too much.
-    """
-    memory = {name: memory_identity(value.local) for name, value in own.items() if isinstance(value, FlatShard)}
-    there = {memory[name] for name in stored if name in memory and own[name].local.numel()}
-    return [name for name in own if name not in stored and memory.get(name) not in there]
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
