@@ -321,7 +321,7 @@ class Leaf(NamedTuple):
         """In the DCP directory, where ``optimizer_states[i]`` is called ``optimizer_{i}``."""
         path = self.path
         if path[0] == "optimizer_states" and len(path) > 1 and type(path[1]) is Index:
-            path = (f"optimizer_{path[1]}", *path[2:])
+            path = (sys.intern(f"optimizer_{path[1]}"), *path[2:])  # one object, which a pickle holds once
         return tuple(int(part) if type(part) is Index else str(part) for part in path)
 
     @property
