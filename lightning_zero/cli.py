@@ -214,8 +214,7 @@ ZeRO stages 1 to 3), a .ckpt file, or safetensors. OUT decides what is written:
   OUT               a directory of safetensors files as Hugging Face has it, with an index if there are several
 
 With --format fsdp, OUT is a sharded directory for Lightning's FSDPStrategy. SOURCE must be one of this package or of
-ModelParallelStrategy. Only names differ, so the data files of this package's directories are shared (hard links) where
-the file system allows it, and either directory can be deleted.
+ModelParallelStrategy.
 
 With --format huggingface and --format peft, OUT is a folder for from_pretrained, with its configuration: the model of
 transformers in SOURCE with its adapters merged into it, or its adapters alone. These take the memory of the model.

@@ -221,8 +221,7 @@ def consolidate_checkpoint(
             ``*.safetensors``: one file of weights. Anything without a suffix is a directory of safetensors files as
             Hugging Face has it, with an index if there are several.
         format: what to write, where the name of ``out`` does not say it. ``"fsdp"``, which no name says, is a sharded
-            directory for Lightning's ``FSDPStrategy``, of one of this package or of ``ModelParallelStrategy``. It
-            shares the data files with the source where the file system can; no checksum of tensors is verified then.
+            directory for Lightning's ``FSDPStrategy``, of one of this package or of ``ModelParallelStrategy``.
             ``"huggingface"`` and ``"peft"`` are folders for ``from_pretrained``, with configurations: the model, with
             adapters merged into it, or the adapters alone. transformers and peft write them, which have to be
             installed, from a checkpoint of this package.
