@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from lightning_zero._torch import untracked
 from lightning_zero.checkpoint import StoredTensor, is_checkpoint_directory_at, open_checkpoint
-from lightning_zero.checkpoint.format.stored import new_tensor
+from lightning_zero.checkpoint.format.stored import whole
 from lightning_zero.checkpoint.load import find_checkpoint, read_checkpoint
 from lightning_zero.checkpoint.save import stored_identity
 from lightning_zero.comm import ControlGroup
@@ -138,7 +138,7 @@ def load_full_state_dict(
     read: dict[Hashable, Tensor] = {}
     for value in chosen.values():
         if stored_identity(value) not in read:
-            read[stored_identity(value)] = _read(value, dtype)
+            read[stored_identity(value)] = whole(value, dtype)
     return {name: read[stored_identity(value)] for name, value in chosen.items()}
 
 
@@ -464,18 +464,6 @@ def _tied_elsewhere(own: Mapping[str, Any], state: Mapping[str, Any]) -> list[st
     """Missing names of tensors that are read under another name: safetensors files hold one name of a tied weight."""
     read = {id(own[name]) for name in own if name in state and isinstance(own[name], Tensor)}
     return [name for name in own if name not in state and id(own[name]) in read]
-
-
-def _read(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """An ordinary tensor of its own, on the host."""
-    dtype = dtype if dtype is not None and value.is_floating_point() else value.dtype
-    with untracked():
-        whole = new_tensor(value.shape, dtype, f"The tensor '{getattr(value, 'key', '')}'")
-        if isinstance(value, StoredTensor):
-            value.read_into(whole.view(-1), 0)
-        else:
-            whole.copy_(value)
-    return whole
 
 
 def _device(map_location: Any) -> torch.device | None:

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.format.flat_shard import FlatShard, memory_identity
 from lightning_zero.checkpoint.format.record import RECORD_FILE, Leaf, put_together
-from lightning_zero.checkpoint.format.safetensors import SafetensorsFile
 from lightning_zero.checkpoint.format.stored import StoredTensor
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
 from lightning_zero.checkpoint.format.typed_json import Decoder, is_plain
@@ -56,10 +55,10 @@ __all__ = [
     "FileFormat",
     "by_parameter_index",
     "consolidate_checkpoint",
-    "holes_of",
     "refuse_overlap",
     "save_consolidated_file",
     "warn_of_excluded",
+    "with_holes",
     "write_export",
 ]
 
@@ -241,7 +240,7 @@ def consolidate_checkpoint(
         ValueError: for settings that are wrong or contradict each other, and for a target that exists.
         CheckpointError: if the source is damaged or no checkpoint, or a file could not be written, naming it. A file
             that is replaced is replaced whole or not at all.
-        ExtensionError: for what is more than one file, if the extension ``formats`` was deleted.
+        ExtensionError: for other formats than ``ckpt``, if the extension ``formats`` was deleted.
     """
     target = local_path(out)
     export = Export(
@@ -268,8 +267,10 @@ def consolidate_checkpoint(
                 raise ValueError(f"'{target}' is a directory: give the name of a file, or delete it.")
             if os.path.lexists(target) and not overwrite:
                 raise export.exists(target)
-            return [_write_torch(export) if export.kind == "ckpt" else _write_safetensors(export)]
-        written: list[Path] = extension("formats", why=f"'{target}' is to be a directory.").export(export)
+        if export.kind == "ckpt":
+            return [_write_torch(export)]
+        why = f"'{target}' is to be of the format '{export.kind}'."
+        written: list[Path] = extension("formats", why=why).export(export)
         return written
     except OSError as error:
         raise CheckpointError(f"Could not write '{target}': {error}.") from error
@@ -332,13 +333,6 @@ class Export:
             raise ValueError(f"prefix={prefix!r}: no weight's name begins so; the first are {list(state)[:3]}.")
         if len(renamed) != len(state):
             raise ValueError(f"prefix={prefix!r}: without it, two weights would have the same name.")
-        wrapped = [name for name in renamed if not {"base_layer", "original_module"}.isdisjoint(name.split("."))]
-        if self.kind == "safetensors" and wrapped and "base_model" in prefix.split("."):
-            raise ValueError(
-                f"prefix={self.prefix!r} leaves names that peft has changed, such as '{wrapped[0]}': `from_pretrained` "
-                "would initialise those layers anew. Use format='huggingface' for the model with its adapters merged "
-                "into it, or format='peft' for the adapters alone."
-            )
         return renamed
 
 
@@ -438,44 +432,24 @@ def write_export(
 
 def _write_torch(export: Export) -> Path:
     dropped = _TRAINING_STATE if export.weights_only else ()
-    content = {key: _with_holes(value, None) for key, value in export.checkpoint.items() if key not in dropped}
+    content = {key: with_holes(value, None) for key, value in export.checkpoint.items() if key not in dropped}
     content["state_dict"] = {
-        name: _with_holes(value, export.dtype if isinstance(value, Tensor) else None)
+        name: with_holes(value, export.dtype if isinstance(value, Tensor) else None)
         for name, value in export.weights().items()
     }
     write_export(export, {export.target: TorchFile(_with_indices(content))}, content["state_dict"])
     return export.target
 
 
-def _write_safetensors(export: Export) -> Path:
-    holes, aliases = holes_of(export)
-    write_export(export, {export.target: SafetensorsFile(holes, {"format": "pt", **aliases})}, holes)
-    return export.target
-
-
-def holes_of(export: Export) -> tuple[dict[str, Hole], dict[str, str]]:
-    """A hole for every weight that safetensors can hold, once if it is tied, and the other names of tied ones."""
-    weights = export.weights()
-    tensors = {name: value for name, value in weights.items() if isinstance(value, StoredTensor) or is_plain(value)}
-    if left_out := [name for name in weights if name not in tensors]:
-        warnings.warn(f"Left out, because safetensors hold plain tensors only: {', '.join(left_out)}.", stacklevel=4)
-    holes = {name: _with_holes(value, export.dtype or value.dtype) for name, value in tensors.items()}
-    first: dict[Any, str] = {}
-    for name, hole in holes.items():
-        first.setdefault((hole.key, hole.shape), name)
-    kept = {name: first[hole.key, hole.shape] for name, hole in holes.items()}
-    return {name: holes[name] for name in first.values()}, {name: one for name, one in kept.items() if one != name}
-
-
-def _with_holes(value: Any, cast: torch.dtype | None) -> Any:
+def with_holes(value: Any, cast: torch.dtype | None) -> Any:
     """A structure with a hole for every tensor that is on disk or to be cast."""
     if isinstance(value, StoredTensor) or (cast is not None and is_plain(value)):
         dtype = cast if cast is not None and value.dtype.is_floating_point else value.dtype
         return Hole((stored_identity(value), dtype), dtype, value.shape, value)
     if type(value) in (dict, OrderedDict):
-        return type(value)((key, _with_holes(item, cast)) for key, item in value.items())
+        return type(value)((key, with_holes(item, cast)) for key, item in value.items())
     if type(value) in (list, tuple):
-        return type(value)(_with_holes(item, cast) for item in value)
+        return type(value)(with_holes(item, cast) for item in value)
     return value
 
 

@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lightning_zero.checkpoint.format.safetensors import SafetensorsFile
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
 from lightning_zero.checkpoint.format.typed_json import raw_memory
 from lightning_zero.checkpoint.save import write_bytes
 from lightning_zero.checkpoint.storage import publish
 from lightning_zero.checkpoint.storage.publish import StagedFile, Staging
+from lightning_zero.extensions.formats.huggingface import SafetensorsFile
 
 VALUES: dict[str, Tensor] = {
     **{

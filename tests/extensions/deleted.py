@@ -106,20 +106,20 @@ def monitors(folder: Path) -> None:
 
 
 def formats(folder: Path) -> None:
-    """Files are made of our own checkpoints without it; what other programs lay out asks for it."""
+    """Checkpoint files are made of our own checkpoints without it; what other programs lay out asks for it."""
     from lightning_zero import CheckpointPolicy, ZeroStrategy, consolidate_checkpoint, load_full_state_dict
     from lightning_zero.errors import ExtensionError
 
     own, here = folder / "stage3.ckpt", folder / f"rank{os.environ['LOCAL_RANK']}"
-    for out in ("out.ckpt", "out.safetensors"):
-        (file,) = consolidate_checkpoint(own, here / out)
-        if load_full_state_dict(file).keys() != load_full_state_dict(own).keys():
-            raise RuntimeError(f"{file} is not whole")
+    (file,) = consolidate_checkpoint(own, here / "out.ckpt")
+    if load_full_state_dict(file).keys() != load_full_state_dict(own).keys():
+        raise RuntimeError(f"{file} is not whole")
     (folder / "deepspeed").mkdir(exist_ok=True)
     (folder / "deepspeed" / "latest").write_text("step1")
     for word, ask in (
         ("DeepSpeed", lambda: load_full_state_dict(folder / "deepspeed")),
-        ("directory", lambda: consolidate_checkpoint(own, here / "hf", format="huggingface")),
+        ("safetensors", lambda: consolidate_checkpoint(own, here / "out.safetensors")),
+        ("huggingface", lambda: consolidate_checkpoint(own, here / "hf", format="huggingface")),
     ):
         try:
             ask()

@@ -1,4 +1,4 @@
-"""Weights in a safetensors file: reading one, and where everything lies in a new one.
+"""Weights in a safetensors file.
 
 [Note: The safetensors format]
 
@@ -9,23 +9,21 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from lightning_zero.checkpoint.format.record import Chunk, Opened, TensorItem
 from lightning_zero.checkpoint.format.stored import Source, StoredTensor
-from lightning_zero.checkpoint.format.torch_file import START_NBYTES, Hole, Place, refuse_other_kinds
-from lightning_zero.checkpoint.format.typed_json import check_stored, dtype_name, strict_json
+from lightning_zero.checkpoint.format.torch_file import START_NBYTES, refuse_other_kinds
+from lightning_zero.checkpoint.format.typed_json import check_stored, strict_json
 from lightning_zero.checkpoint.storage.files import Files, read_bytes
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["DAMAGES", "SAFETENSORS_DTYPES", "SafetensorsFile", "open_safetensors", "read_safetensors"]
+__all__ = ["DAMAGES", "SAFETENSORS_DTYPES", "open_safetensors", "read_safetensors"]
 
 _MAX_HEADER_NBYTES = 100_000_000  # as the reference implementation
 DAMAGES = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # what a forged file raises
@@ -92,7 +90,6 @@ def _item(key: str, entry: dict[str, Any], name: str, data: int) -> TensorItem:
     return TensorItem((), dtype, shape, (Chunk(0, numel, name, data + first, None),) if numel else ())
 
 
-_ALIGNMENT = 8
 SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -112,44 +109,3 @@ SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
     "C64": torch.complex64,
 }
 """Every dtype by its name in the format."""
-
-_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
-
-
-class SafetensorsFile:
-    """Where everything lies in a file of these tensors.
-
-    Args:
-        tensors: by name. Those of wide dtypes come first in the file, so that every element is aligned; otherwise the
-            order is kept.
-        metadata: text by name, for readers.
-
-    Raises:
-        ValueError: if a dtype has no name in this format, naming the tensor.
-
-    Attributes:
-        head: the first bytes of the file.
-        places: of every tensor, in the order of the file.
-        nbytes: size of the whole file.
-    """
-
-    def __init__(self, tensors: Mapping[str, Hole], metadata: Mapping[str, str]) -> None:
-        header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-        end = 0
-        begins: list[tuple[Hole, int]] = []
-        for name, spec in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
-            if spec.dtype not in _NAMES:
-                raise ValueError(f"'{name}' is of {dtype_name(spec.dtype)}, which a safetensors file cannot hold")
-            begins.append((spec, end))
-            offsets = [end, end := end + spec.nbytes]
-            header[name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % _ALIGNMENT)
-        self.head = len(text).to_bytes(8, "little") + text
-        data = len(self.head)
-        self.places = [Place(hole.key, hole.tensor, hole.dtype, data + begin, hole.nbytes) for hole, begin in begins]
-        self.nbytes = len(self.head) + end
-
-    def frame(self, _: Iterable[int]) -> Iterator[tuple[int, bytes]]:
-        """Everything but the elements, as of ``TorchFile``; this format has no checksums."""
-        yield 0, self.head

@@ -27,7 +27,7 @@ from lightning_zero.checkpoint.storage.files import PIECE_NBYTES, Files, Window,
 from lightning_zero.errors import CheckpointError
 from lightning_zero.offload.host import OffloadedTensor, bytes_of, pieces, view_of
 
-__all__ = ["Source", "StoredTensor", "find_elements", "new_tensor", "read_slices"]
+__all__ = ["Source", "StoredTensor", "find_elements", "read_slices", "whole"]
 
 
 class StoredTensor(Tensor):
@@ -69,14 +69,8 @@ class StoredTensor(Tensor):
         return self._memory[0]
 
     def read(self) -> Tensor:
-        """The whole tensor, in host memory of its own.
-
-        ``CheckpointError`` if the file is damaged, or there is no memory for what it claims.
-        """
-        with untracked():
-            whole = new_tensor(self.shape, self.dtype, f"The tensor '{self.key}'")
-            self.read_into(whole.view(-1), 0)
-        return whole
+        """The whole tensor, in host memory of its own; for the errors see ``whole``."""
+        return whole(self)
 
     def read_into(self, destination: Tensor, start: int) -> None:
         """Read a range of the flattened elements.
@@ -162,6 +156,18 @@ class StoredTensor(Tensor):
 
 
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor that is on disk, or in memory, in host memory of its own. Of floating-point ones ``dtype`` is another.
+
+    ``CheckpointError`` if the file is damaged, or there is no memory for what it claims.
+    """
+    dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    with untracked():
+        found = _new_tensor(tensor.shape, dtype, f"The tensor '{getattr(tensor, 'key', '')}'")
+        read_slices([(tensor, 0, found.view(-1))])
+    return found
 
 
 def read_slices(wanted: Iterable[tuple[Any, int, Tensor]]) -> None:
@@ -294,7 +300,7 @@ class Source:
                 part.copy_(target)
 
 
-def new_tensor(shape: Any, dtype: torch.dtype, what: str) -> Tensor:
+def _new_tensor(shape: Any, dtype: torch.dtype, what: str) -> Tensor:
     """Memory on the host for a tensor that a file says it has; ``CheckpointError`` if there cannot be so much."""
     tensor = torch.empty(shape, dtype=dtype, device="meta")
     try:

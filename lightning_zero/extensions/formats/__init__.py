@@ -16,7 +16,7 @@ from lightning_zero.extensions.formats.fsdp import export_fsdp
 from lightning_zero.extensions.formats.huggingface import (
     INDEX_FILE,
     SINGLE_FILE,
-    export_folder,
+    export_weights,
     is_weights,
     read_safetensors_directory,
 )
@@ -44,7 +44,7 @@ READERS: dict[Kind, Reader] = {
 
 
 def export(settings: Export) -> list[Path]:
-    """Write a directory of another program's layout; ``consolidate_checkpoint`` describes arguments and errors."""
-    if not is_remote(settings.source):
+    """Write what another program reads; ``consolidate_checkpoint`` describes arguments and errors."""
+    if not settings.is_one_file and not is_remote(settings.source):
         refuse_overlap(local_path(settings.source), settings.target, is_weights)
-    return export_fsdp(settings) if settings.kind == "fsdp" else export_folder(settings)
+    return export_fsdp(settings) if settings.kind == "fsdp" else export_weights(settings)

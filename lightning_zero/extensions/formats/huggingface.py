@@ -14,8 +14,9 @@ import json
 import os
 import re
 import tempfile
+import warnings
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.consolidated import Export, holes_of, write_export
+from lightning_zero.checkpoint.consolidated import Export, with_holes, write_export
 from lightning_zero.checkpoint.format.record import Opened
-from lightning_zero.checkpoint.format.safetensors import DAMAGES, SafetensorsFile, open_safetensors, read_safetensors
-from lightning_zero.checkpoint.format.stored import Source, StoredTensor
-from lightning_zero.checkpoint.format.torch_file import Hole
-from lightning_zero.checkpoint.format.typed_json import strict_json
+from lightning_zero.checkpoint.format.safetensors import (
+    DAMAGES,
+    SAFETENSORS_DTYPES,
+    open_safetensors,
+    read_safetensors,
+)
+from lightning_zero.checkpoint.format.stored import Source, StoredTensor, whole
+from lightning_zero.checkpoint.format.torch_file import Hole, Place
+from lightning_zero.checkpoint.format.typed_json import dtype_name, is_plain, strict_json
 from lightning_zero.checkpoint.storage.files import Files, read_index
 from lightning_zero.checkpoint.storage.publish import StagedFile, is_checkpoint_directory
 from lightning_zero.errors import CheckpointError, some
 
-__all__ = ["INDEX_FILE", "SINGLE_FILE", "export_folder", "is_weights", "read_safetensors_directory"]
+__all__ = ["INDEX_FILE", "SINGLE_FILE", "SafetensorsFile", "export_weights", "is_weights", "read_safetensors_directory"]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -62,20 +68,17 @@ def read_safetensors_directory(files: Files) -> Opened:
         if key not in opened[name][1]:
             raise CheckpointError(f"{where} says that '{key}' is in '{name}', which does not hold it.")
         state[key] = StoredTensor(source, key, opened[name][1][key])
-    digest = zlib.crc32(index)
-    for header, _ in opened.values():
-        digest = zlib.crc32(header, digest)
-    return Opened({"state_dict": state}, digest)
+    return Opened({"state_dict": state}, zlib.crc32(b"".join([index, *(header for header, _ in opened.values())])))
 
 
-def export_folder(settings: Export) -> list[Path]:
-    """Write a folder of weights that ``from_pretrained`` loads: with its configuration, or safetensors alone."""
-    target = settings.target
-    _check_folder(settings)
+def export_weights(settings: Export) -> list[Path]:
+    """Write a folder that ``from_pretrained`` loads, or safetensors alone: a folder of them, or one file."""
+    if not settings.is_one_file:
+        _check_folder(settings)
     if settings.kind == "safetensors":
         return _write_safetensors(settings)
     written = _write_pretrained(settings)
-    _delete_old_weights(target, {path.name for path in written})
+    _delete_old_weights(settings.target, {path.name for path in written})
     return written
 
 
@@ -100,16 +103,81 @@ def is_weights(name: str) -> bool:
 
 
 def _write_safetensors(settings: Export) -> list[Path]:
-    folder, (holes, aliases) = settings.target, holes_of(settings)
+    target, (holes, aliases) = settings.target, _holes_of(settings)
+    if settings.is_one_file:
+        write_export(settings, {target: SafetensorsFile(holes, {"format": "pt", **aliases})}, holes)
+        return [target]
     shards = _shards(holes, settings.limit)
     names = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
-    names = names if len(shards) > 1 else [SINGLE_FILE]
     files = {}
-    for name, shard in zip(names, shards, strict=True):
+    for name, shard in zip(names if len(shards) > 1 else [SINGLE_FILE], shards, strict=True):
         metadata = {"format": "pt", **{alias: name for alias, name in aliases.items() if name in shard}}
-        files[folder / name] = SafetensorsFile(shard, metadata)
-    write_export(settings, files, holes, lambda staged: _publish(folder, staged, shards))
-    return [*files] if len(files) == 1 else [*files, folder / INDEX_FILE]
+        files[target / name] = SafetensorsFile(shard, metadata)
+    write_export(settings, files, holes, lambda staged: _publish(target, staged, shards))
+    return [*files] if len(files) == 1 else [*files, target / INDEX_FILE]
+
+
+def _holes_of(settings: Export) -> tuple[dict[str, Hole], dict[str, str]]:
+    """A hole for every weight that safetensors can hold, once if it is tied, and the other names of tied ones."""
+    weights = settings.weights()
+    wrapped = [name for name in weights if not {"base_layer", "original_module"}.isdisjoint(name.split("."))]
+    if wrapped and "base_model" in (settings.prefix or "").split("."):
+        raise ValueError(
+            f"prefix={settings.prefix!r} leaves names that peft has changed, such as '{wrapped[0]}': `from_pretrained` "
+            "would initialise those layers anew. Use format='huggingface' for the model with its adapters merged into "
+            "it, or format='peft' for the adapters alone."
+        )
+    tensors = {name: value for name, value in weights.items() if isinstance(value, StoredTensor) or is_plain(value)}
+    if left_out := [name for name in weights if name not in tensors]:
+        warnings.warn(f"Left out, because safetensors hold plain tensors only: {', '.join(left_out)}.", stacklevel=4)
+    holes = {name: with_holes(value, settings.dtype or value.dtype) for name, value in tensors.items()}
+    first: dict[Any, str] = {}
+    for name, hole in holes.items():
+        first.setdefault((hole.key, hole.shape), name)
+    kept = {name: first[hole.key, hole.shape] for name, hole in holes.items()}
+    return {name: holes[name] for name in first.values()}, {name: one for name, one in kept.items() if one != name}
+
+
+_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+
+
+class SafetensorsFile:
+    """Where everything lies in a file of these tensors.
+
+    Args:
+        tensors: by name. Those of wide dtypes come first in the file, so that every element is aligned; otherwise the
+            order is kept.
+        metadata: text by name, for readers.
+
+    Raises:
+        ValueError: if a dtype has no name in this format, naming the tensor.
+
+    Attributes:
+        head: the first bytes of the file.
+        places: of every tensor, in the order of the file.
+        nbytes: size of the whole file.
+    """
+
+    def __init__(self, tensors: Mapping[str, Hole], metadata: Mapping[str, str]) -> None:
+        header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+        end = 0
+        begins: list[tuple[Hole, int]] = []
+        for name, spec in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
+            if spec.dtype not in _NAMES:
+                raise ValueError(f"'{name}' is of {dtype_name(spec.dtype)}, which a safetensors file cannot hold")
+            begins.append((spec, end))
+            offsets = [end, end := end + spec.nbytes]
+            header[name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        self.head = len(text).to_bytes(8, "little") + text
+        data = len(self.head)
+        self.places = [Place(hole.key, hole.tensor, hole.dtype, data + begin, hole.nbytes) for hole, begin in begins]
+        self.nbytes = len(self.head) + end
+
+    def frame(self, _: Iterable[int]) -> Iterator[tuple[int, bytes]]:
+        """Everything but the elements, as of ``TorchFile``; this format has no checksums."""
+        yield 0, self.head
 
 
 def _publish(folder: Path, staged: Sequence[StagedFile], shards: Sequence[Mapping[str, Hole]]) -> None:
@@ -264,7 +332,7 @@ class _RecordedModel:
             there = peft.get_peft_model_state_dict(wrapped, state_dict=self._state, adapter_name=name)
             self._complain([key for key in needed if key not in there], [])
             ids = {id(value) for value in there.values()}
-            saved |= {key: _read(value, dtype) for key, value in self._state.items() if id(value) in ids}
+            saved |= {key: whole(value, dtype) for key, value in self._state.items() if id(value) in ids}
         wrapped.save_pretrained(folder, state_dict=saved)
 
     def _built(self, base: str | os.PathLike[str] | None, on_meta: bool) -> tuple[Any, Any]:
@@ -330,9 +398,8 @@ class _RecordedModel:
         if not missing and not unexpected:
             return
         base = " It was saved without frozen parameters: name their model with base (--base)." * self._left_out
-        wrong = [f"not there are {some(missing)}"] * bool(missing) + [f"unknown are {some(unexpected)}"] * bool(
-            unexpected
-        )
+        wrong = [f"not there are {some(missing)}"] * bool(missing)
+        wrong += [f"unknown are {some(unexpected)}"] * bool(unexpected)
         raise CheckpointError(
             f"The weights in '{self._source}' are not those of its {self._class_name}"
             f"{f' with adapters ({self._kind()})' if self._adapters else ''}: {'; '.join(wrong)}.{base}"
@@ -363,8 +430,3 @@ def _untie_what_is_wrapped(model: nn.Module) -> None:
                 place, _, attribute = name.rpartition(".")
                 owner = model.get_submodule(place)
                 setattr(owner, attribute, nn.Parameter(getattr(owner, attribute).detach().clone(), False))
-
-
-def _read(value: Any, dtype: torch.dtype | None) -> Tensor:
-    whole: Tensor = value.read() if isinstance(value, StoredTensor) else value
-    return whole.to(dtype) if dtype is not None and whole.is_floating_point() else whole

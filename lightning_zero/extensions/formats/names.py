@@ -19,6 +19,7 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from lightning_zero._torch import untracked
 from lightning_zero.checkpoint import StoredTensor
 from lightning_zero.checkpoint.format.record import Chunk, TensorItem
+from lightning_zero.checkpoint.format.stored import whole
 from lightning_zero.errors import CheckpointError, some
 from lightning_zero.session.names import Adapters, renamed, unwrapped
 
@@ -219,12 +221,7 @@ class _Group:
             pattern: [torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors]
             for pattern, tensors in self.sources.items()
         }
-        found = {}
-        for name, value in self._convert(outlines).items():
-            shape, numel = tuple(value.shape), value.numel()
-            chunks = (Chunk(0, numel, self._name, 0, None),) if numel else ()
-            found[name] = StoredTensor(self, name, TensorItem((), value.dtype, shape, chunks))
-        return found
+        return {name: _computed(self, name, outline) for name, outline in self._convert(outlines).items()}
 
     def read_elements(self, key: str, item: TensorItem, destination: Tensor, start: int) -> None:
         """Compute what has these elements, and copy them."""
@@ -235,7 +232,7 @@ class _Group:
             part = slice(None) if count == 1 else slice(piece, piece + 1)
             if not self._computed or self._computed[:2] != [self, piece]:
                 self._computed.clear()
-                read = {pattern: [_read(t) for t in tensors[part]] for pattern, tensors in self.sources.items()}
+                read = {pattern: [*map(whole, tensors[part])] for pattern, tensors in self.sources.items()}
                 self._computed[:] = [self, piece, self._convert(read)]
             first, last = max(start, piece * step), min(end, (piece + 1) * step)
             elements = self._computed[2][key].reshape(-1)[first - piece * step : last - piece * step]
@@ -275,11 +272,6 @@ def _keeps_rows(operation: Any) -> bool:
     if kind == "Concatenate":
         return bool(operation.dim > 0)
     return kind == "Transpose" and min(operation.dim0, operation.dim1) > 0 and not operation.check_dims
-
-
-def _read(value: Any) -> Tensor:
-    tensor: Tensor = value.read() if isinstance(value, StoredTensor) else value
-    return tensor
 
 
 def adapter_names(module: nn.Module, own: Collection[str]) -> list[str]:
@@ -377,7 +369,7 @@ def _values_from_the_base(module: nn.Module, own: Collection[str], stored: Mappi
         elif plain in tensors:
             key, magnitude = tensors[plain]
             layer = module.get_submodule(key.rpartition(".")[0])
-            added[name] = _Magnitude(layer, value, magnitude.dtype).tensor(name)
+            added[name] = _magnitude(layer, value, magnitude.dtype, name)
     return added
 
 
@@ -409,28 +401,26 @@ def described_models(module: nn.Module) -> list[dict[str, Any]]:
     return described
 
 
-class _Magnitude:
-    """The norms of a stored weight, computed by peft when elements of them are read."""
+def _magnitude(layer: Any, weight: Tensor, dtype: torch.dtype, key: str) -> StoredTensor:
+    """The norms of a stored weight, which peft computes when elements of them are read."""
+    dtype = torch.promote_types(weight.dtype, dtype)
 
-    def __init__(self, layer: Any, weight: Tensor, dtype: torch.dtype) -> None:
-        self._layer, self._weight = layer, weight
-        self._dtype = torch.promote_types(weight.dtype, dtype)
+    def norms(values: Tensor) -> Tensor:
+        nothing = torch.zeros((), dtype=dtype, device=values.device)  # LoRA's product at its beginning
+        found: Tensor = layer.get_weight_norm(values, nothing, 1.0)
+        return found
 
-    def tensor(self, key: str) -> StoredTensor:
-        """What is read where ``key`` would be."""
-        outline = self._norms(torch.empty(self._weight.shape, dtype=self._dtype, device="meta"))
-        chunks = (Chunk(0, outline.numel(), key, 0, None),)
-        return StoredTensor(self, key, TensorItem((), outline.dtype, tuple(outline.shape), chunks))
-
-    def read_elements(self, key: str, item: TensorItem, destination: Tensor, start: int) -> None:
-        """Compute all norms, and copy these."""
+    def read_elements(key: str, item: TensorItem, destination: Tensor, start: int) -> None:
         if destination.numel():
-            weight = self._weight.read() if isinstance(self._weight, StoredTensor) else self._weight
             with untracked():
-                norms = self._norms(weight.to(self._dtype)).reshape(-1)
-                destination.copy_(norms[start : start + destination.numel()])
+                found = norms(whole(weight).to(dtype)).reshape(-1)
+                destination.copy_(found[start : start + destination.numel()])
 
-    def _norms(self, weight: Tensor) -> Tensor:
-        nothing = torch.zeros((), dtype=weight.dtype, device=weight.device)  # LoRA's product at its beginning
-        norms: Tensor = self._layer.get_weight_norm(weight, nothing, 1.0)
-        return norms
+    outline = norms(torch.empty(weight.shape, dtype=dtype, device="meta"))
+    return _computed(SimpleNamespace(read_elements=read_elements), key, outline)
+
+
+def _computed(source: Any, key: str, outline: Tensor) -> StoredTensor:
+    """A tensor like ``outline`` whose elements a source computes when they are read."""
+    chunks = (Chunk(0, outline.numel(), key, 0, None),) if outline.numel() else ()
+    return StoredTensor(source, key, TensorItem((), outline.dtype, tuple(outline.shape), chunks))
