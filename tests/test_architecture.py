@@ -18,9 +18,9 @@ PACKAGE = ROOT / "lightning_zero"
 # ---------------------------------------------------------------------------------------------------------------------
 # Limits. A number here falls as the code does, and is never raised to let something pass.
 
-CORE_LINES = 27_929
-CORE_FILES = 105
-EXTENSION_LINES = 9_379
+CORE_LINES = 27_128
+CORE_FILES = 98
+EXTENSION_LINES = 9_374
 CIRCLES_OF_PACKAGES = 0
 CIRCLES_OF_MODULES = 0
 FILES_WITH_HOOKS = 4

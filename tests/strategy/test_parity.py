@@ -58,6 +58,7 @@ def test_zoo_trains_bit_for_bit_like_ddp(part: int) -> None:
             _assert_same(records, "ddp", "stage 1", "stage 2", "stage 3", of=f"{case}: ")
 
 
+@pytest.mark.filterwarnings("ignore:.*is in channels-last format, and is laid out contiguously")
 def test_channels_last_weights_are_rounding_apart() -> None:
     for records in _train(2, CHANNELS_LAST, Recipe()):
         _assert_same(records, "stage 1", "stage 2", "stage 3")
