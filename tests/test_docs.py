@@ -213,7 +213,7 @@ def table(page: str, heading: str) -> list[list[str]]:
 
 def test_optimizers_run_as_the_table_says() -> None:
     rows = [re.findall(r"`(\w+)`", row[0]) for row in table("docs/optimizers.md", "Optimizers")]
-    slices, whole, replicated, refused = rows
+    slices, whole, closure, refused = rows
     assert list(map(len, rows)) == [11, 2, 1, 1]
 
     def rule(name: str) -> str:
@@ -221,7 +221,7 @@ def test_optimizers_run_as_the_table_says() -> None:
 
     assert {rule(name) for name in slices} == {"elementwise"}
     assert {rule(name) for name in whole} == {"whole"}
-    assert {rule(name) for name in replicated} == {"replicated"}
+    assert {rule(name) for name in closure} == {"closure"}
     for name in refused:
         with pytest.raises(UnsupportedOptimizerError, match=name):
             rule(name)

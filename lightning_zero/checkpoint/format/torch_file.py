@@ -371,8 +371,10 @@ def load_torch(file: str | IO[bytes], where: str, weights_only: bool | None, *, 
     """
     try:
         with open(file, "rb") if isinstance(file, str) else nullcontext(file) as opened:
-            if opened.read(len(ZIP)) == ZIP:
+            if (start := opened.read(len(ZIP))) == ZIP:
                 archive_entries(opened)  # of a compressed one torch would map something else
+            elif start[:1] != b"\x80":  # of a pickle, which torch wrote until version 1.6
+                raise ValueError(f"no file of torch begins with {start!r}")
             opened.seek(0)
         return torch.load(file, map_location="cpu", weights_only=weights_only, mmap=mapped)
     except pickle.UnpicklingError as error:
