@@ -109,7 +109,7 @@ class Means:
         agreement: rounds between the hosts.
         tiers: where shards are, by tier; and where the module computes.
         pool: memory for full parameters and gradients.
-        spans: told what time is spent on.
+        spans: records what time is spent on.
         writes: what user code wrote.
     """
 

@@ -176,7 +176,7 @@ def _check_scripts(module: nn.Module, plan: Plan) -> None:
 
 
 def build_reducer(plan: Plan, units: Sequence[Unit], means: Means) -> GradientReducer:
-    """Memory for gradients, as the plan says where they rest, and the reducer over it."""
+    """Memory for gradients, on the tier that the plan names, and the reducer over it."""
     collectives, tiers, device = means.collectives, means.tiers, means.tiers.device
     tiers.transfers.reserve(STAGING_BUFFERS, *plan.staging_nbytes)
     collecting_apart = plan.collecting_apart()

@@ -90,7 +90,7 @@ os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
 def _torn(doing: str) -> RuntimeError:
-    """What is raised where weights are needed, or stepped on, after a step on them has failed."""
+    """The error of whoever needs weights, or updates them, after an optimizer step on them has failed."""
     return RuntimeError(
         f"{doing}: an optimizer step on offloaded weights failed half-way, so they are partly old, partly new. Resume "
         "from the last checkpoint (`trainer.fit(..., ckpt_path=...)`), which is intact, or build the module anew."
@@ -542,7 +542,7 @@ class ZeroEngine:
             with self.means.spans.of(Phase.OFFLOAD, label):
                 self.means.tiers.settle()  # copies of what is about to be written
         self.weights.begin_step()
-        self.take_over_shown(on_disk=False)  # those are stepped on from what is shown
+        self.take_over_shown(on_disk=False)  # the optimizer reads those from what is shown
         progress.steps += 1
         passed = f"{progress.trained} forwards and {progress.backwards} backwards"
         writes = self.means.writes

@@ -133,7 +133,7 @@ class SavedTensorGuard:
         self._streams = streams
         self._pool = pool
         self.active: dict[ShardedUnit, Span | None] = {}
-        """Units whose backward runs, so that their buffers stay; with what listeners were told of it."""
+        """Units whose backward runs, so that their buffers stay, each with the span that was opened for it."""
         self.of_root = False
         """Whether one ``push`` was for the root's parameters."""
         self._views: dict[tuple[ShardedUnit, SavedPlace], _SavedView] = {}

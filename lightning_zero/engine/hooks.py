@@ -410,7 +410,7 @@ class ForwardCall:
     implicit: bool  # whether it opened a scope of its own, being called outside of any
     recomputed: bool  # whether it runs inside a backward (activation checkpointing)
     counted: bool = False  # whether its backward is still to come and its unit waits for it
-    span: Span | None = None  # what listeners were told of it
+    span: Span | None = None  # opened for listeners
 
     def __call__(self, *_: Any) -> None:
         self.engine.before_unit_backward(self)

@@ -54,10 +54,10 @@ class UnitOrder:
 
     Args:
         agreement: rounds between the hosts.
-        slots: the slot of each unit, by unit index.
+        slots: the place of each unit in the plan, by unit index. Units of one place share a buffer.
         gathers: the ``UnitSchedule``. On this rank, by the index of a unit: ``issue`` starts its gather, ``resident``
-            says whether its current weights are here or on their way, ``may_take`` whether its slot can be overwritten
-            now; ``announce`` is told which one is gathered next, some time before it is, if it ``fetches`` shards.
+            says whether its current weights are here or on their way, ``may_take`` whether it may be gathered
+            now; ``announce`` learns which one is gathered next, ahead of time, if the schedule ``fetches`` shards.
         prefetch: units gathered ahead.
     """
 

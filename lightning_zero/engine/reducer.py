@@ -18,7 +18,7 @@ A parameter whose unit looked finished can still get a gradient (activation chec
 backward). The bucket then starts another *round*; rounds of one backward add up.
 
 [Note: averages between groups, of shards on the host]
-What is averaged between shard groups is the sum of all micro-steps, which rests in the shard. A wire for CPU ranks
+What is averaged between shard groups is the sum of all micro-steps, which stays in the shard. A wire for CPU ranks
 averages it there. That of an accelerator does not reach the host: so the sum is made on the device, of what the host
 has and of what the group has just reduced, and leaves for the host when it is averaged. It has a part of the full
 buffer that the reduction has read, if that is of its dtype.
