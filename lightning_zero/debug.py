@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from lightning_zero._torch import version_of
 from lightning_zero.engine import ZeroEngine, engine_of
 from lightning_zero.engine.full import average_into, check_between_steps, gathered, gathered_gradients, whole
-from lightning_zero.errors import ParameterAccessError, UnsupportedOptimizerError
+from lightning_zero.errors import DivergenceError, ParameterAccessError, UnsupportedOptimizerError
 from lightning_zero.offload.host import OffloadedTensor
 from lightning_zero.optim.gradients import gradient_norm
 from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.optim.whole import WholeState
-from lightning_zero.shards.slice import Slice, fingerprint
+from lightning_zero.shards.slice import Slice
 
 __all__ = [
     "LocalSlice",
@@ -268,7 +268,6 @@ class LocalSlice:
         name: the parameter's, within the module.
         parameter: the user's, whose shape and dtype are those of the whole.
         start: the first element of the flattened parameter that is here. There may be none.
-        value: the master's elements (fp32 under mixed precision), the memory itself unless they are on disk.
     """
 
     def __init__(self, engine: ZeroEngine, name: str, parameter: nn.Parameter) -> None:
@@ -276,8 +275,19 @@ class LocalSlice:
         self._engine = engine
         self._slice: Slice = engine.shards[engine.names[parameter]]
         self.start = self._slice.start
-        self.value = self._slice.read().detach()
-        self._version = version_of(self.value)
+        self._value: Tensor | None = self._slice.read().detach()
+        self._version = version_of(self._value)
+
+    @property
+    def value(self) -> Tensor:
+        """The master's elements (fp32 under mixed precision), the memory itself unless they are on disk. In its turn of
+        the loop only: what is written to it later would not reach the other ranks."""
+        if self._value is None:
+            raise ParameterAccessError(
+                f"The slice of '{self.name}' was kept beyond its turn in the loop over local_slices. Write to `value` "
+                "in the loop, and keep a clone of what is needed later."
+            )
+        return self._value
 
     @property
     def gradient(self) -> Tensor | None:
@@ -300,11 +310,12 @@ class LocalSlice:
         return {}
 
     def keep(self) -> bool:
-        """Bring what was written to ``value`` where it belongs. Returns whether anything was."""
-        if version_of(self.value) == self._version:
+        """Its turn is over: bring what was written to ``value`` where it belongs. Returns whether anything was."""
+        value, self._value = self.value, None
+        if version_of(value) == self._version:
             return False
         if isinstance(self._slice.data, OffloadedTensor):
-            self._slice.write(self.value)
+            self._slice.write(value)
         return True
 
 
@@ -312,7 +323,7 @@ def local_slices(module: nn.Module, *, write: bool = False) -> Iterator[LocalSli
     """Yield this rank's slices of all parameters below ``module``, in their order. Sends nothing.
 
     Elementwise code works on them as on whole tensors: averages, pruning by a threshold, noise, statistics that are
-    summed over the ranks afterwards. Whatever is done has to be done on every rank.
+    summed over the ranks afterwards. Every rank goes through the whole loop, and does the same to its own elements.
 
     Args:
         module: the LightningModule or any module below it.
@@ -339,28 +350,35 @@ def local_slices(module: nn.Module, *, write: bool = False) -> Iterator[LocalSli
 
 
 def _slices(engine: ZeroEngine, module: nn.Module, write: bool) -> Iterator[LocalSlice]:
-    changed: list[LocalSlice] = []
-    ended = False
-    try:
-        for name, parameter in nn.Module.named_parameters(module):
-            if parameter in engine.names:
-                part = LocalSlice(engine, name, parameter)
-                yield part
-                if part.keep():
-                    changed.append(part)
-                    if not write:
-                        raise ParameterAccessError(
-                            f"The value of '{name}' was written to in local_slices: pass `write=True`, on every rank."
-                        )
-        ended = True
-    finally:
-        if changed and not ended:
-            engine.access.torn = f"A loop over local_slices that wrote to '{engine.names[changed[0].parameter]}'"
+    changed: list[str] = []
+    for name, parameter in nn.Module.named_parameters(module):
+        if parameter not in engine.names:
+            continue
+        part = LocalSlice(engine, name, parameter)
+        if write:  # until the end of the loop, which a `break` does not reach
+            engine.access.torn = f"A loop over local_slices that may have written to '{name}'"
+        try:
+            yield part
+        finally:
+            if part.keep():
+                changed.append(engine.names[parameter])
+                if not write:  # also where a `break` ends the loop
+                    engine.access.torn = f"A loop over local_slices that wrote to '{name}' without `write=True`"
+        if changed and not write:
+            raise ParameterAccessError(
+                f"The value of '{name}' was written to in local_slices: pass `write=True`, on every rank."
+            )
     if write:
-        engine.access.writes.note(
-            "values in local_slices", fingerprint([engine.names[part.parameter] for part in changed])
-        )
-        written = {engine.shards[engine.names[part.parameter]].unit for part in changed}
+        engine.access.torn = ""
+        if (size := engine.plan.group_size) < engine.plan.world_size:  # ranks of other groups have the same slices
+            rows = engine.control.gather_objects(changed, "writes in local_slices")
+            for rank, row in enumerate(rows):
+                if row != rows[rank % size]:
+                    raise DivergenceError(
+                        f"Ranks {rank % size} and {rank} have the same slices, and wrote to different ones in "
+                        f"local_slices: {rows[rank % size]} and {row}. Let every rank run the same loop."
+                    )
+        written = {engine.shards[name].unit for name in changed}
         wrote = engine.control.any_of(torch.tensor([unit.index in written for unit in engine.units])).tolist()
         if any(wrote):
             engine.masters_changed([index for index, had in enumerate(wrote) if had])

@@ -282,7 +282,7 @@ class ParameterAccess(Owner):
         """Look for writes to parameters that show their values all the time. Local: ranks compare them later."""
         self._assigned.clear()
         if self.torn:
-            raise ParameterAccessError(f"{self.torn} was left before its end, so the ranks have different values.")
+            raise ParameterAccessError(f"{self.torn} was left before its end, so the ranks may have different values.")
         for unit in self._plain:
             if unit.written and not unit.held:
                 unit.bring_home()
