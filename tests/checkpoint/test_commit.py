@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import os
+import re
 import resource
 import signal
 from collections.abc import Callable
@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 import pytest
 
 from lightning_zero.checkpoint import open_checkpoint, save_checkpoint_directory
-from lightning_zero.checkpoint.storage import publish
 from lightning_zero.checkpoint.storage.files import local_path
 from lightning_zero.checkpoint.storage.publish import Staging, sweep
 from lightning_zero.errors import CheckpointError, CommunicationError
@@ -24,19 +23,6 @@ from tests.helpers.world import run_world
 def save(path: Path, version: int) -> None:
     ranks = control()
     save_checkpoint_directory(checkpoint(version, end_to_end, ranks), path, ranks, plan_summary={})
-
-
-def no_exchange(source: Path, final: Path) -> NoReturn:
-    """A file system without ``renameat2``, as NFS is one."""
-    raise OSError(errno.EINVAL, "Invalid argument")
-
-
-@pytest.fixture(params=["exchange", "link"])
-def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether directories are published through links, because they cannot be exchanged."""
-    if request.param == "link":
-        monkeypatch.setattr(publish, "_exchange", no_exchange)
-    return bool(request.param == "link")
 
 
 def staged(final: Path, text: str) -> Staging:
@@ -120,17 +106,16 @@ def test_a_directory_that_is_no_checkpoint_is_neither_replaced_nor_removed(tmp_p
     assert (tmp_path / "results" / "thesis.tex").exists()
 
 
-@pytest.mark.usefixtures("links")
-def test_a_checkpoint_with_others_in_it_is_neither_replaced_nor_removed(tmp_path: Path) -> None:
-    a_checkpoint(tmp_path / "c")
+def test_what_is_no_part_of_a_checkpoint_stays_when_it_is_replaced(tmp_path: Path) -> None:
+    save(tmp_path / "c", 1)
     (tmp_path / "c" / "best.ckpt").mkdir()
-    (tmp_path / "c" / "best.ckpt" / "zero.json").touch()
-    with pytest.raises(CheckpointError, match=r"directories in it \(best.ckpt\).*not replaced"):
-        save(tmp_path / "c", 1)
+    (tmp_path / "c" / "config.json").touch()
+    save(tmp_path / "c", 2)
+    load_and_verify(tmp_path / "c", 2)
     with pytest.raises(CheckpointError, match=r"directories in it \(best.ckpt\).*not deleted"):
         remove_checkpoint_directory(tmp_path / "c", control())
-    assert (tmp_path / "c" / "best.ckpt" / "zero.json").exists()
-    assert (tmp_path / "c" / "zero.json").exists()
+    assert (tmp_path / "c" / "config.json").exists()
+    load_and_verify(tmp_path / "c", 2)
 
 
 @pytest.mark.parametrize("mark", ["zero.json", ".metadata"])
@@ -159,17 +144,16 @@ def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.Monke
     assert local_path("/a/~/c") == Path("/a/~/c")
 
 
-def a_checkpoint(final: Path) -> None:
-    staged(final, "old").publish()
-
-
 def a_foreign_checkpoint(final: Path) -> None:
     final.mkdir()
     (final / "meta.pt").write_text("old")
 
 
-def a_link_to_another_checkpoint(final: Path) -> None:
-    final.symlink_to("other")
+def a_checkpoint_of_a_file_system_without_exchange(final: Path) -> None:
+    """As version 0.2 made it."""
+    data = final.with_name(f".zdata-{'0' * 32}")
+    a_foreign_checkpoint(data)
+    final.symlink_to(data.name)
 
 
 OBSTACLES = [
@@ -177,78 +161,89 @@ OBSTACLES = [
     lambda final: final.write_text("old"),
     lambda final: final.mkdir(),
     lambda final: final.symlink_to("nothing"),
-    a_checkpoint,
+    lambda final: final.symlink_to("other"),
+    lambda final: save(final, 1),
     a_foreign_checkpoint,
-    a_link_to_another_checkpoint,
+    a_checkpoint_of_a_file_system_without_exchange,
 ]
 
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
-def test_publishing_over_anything(tmp_path: Path, links: bool, obstacle: Callable[[Path], None]) -> None:
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "zero.json").write_text("other")
+def test_publishing_over_anything(tmp_path: Path, obstacle: Callable[[Path], None]) -> None:
+    save(tmp_path / "other", 1)
     final = tmp_path / "c"
     obstacle(final)
-    staging = staged(final, "new")
-    if links and obstacle is a_foreign_checkpoint:
-        with pytest.raises(IsADirectoryError, match=r"cannot replace in one step\. Move it away"):
-            staging.publish()
-        staging.discard()
-        assert (final / "meta.pt").read_text() == "old"
-        assert {path.name for path in tmp_path.iterdir()} == {"c", "other"}
-        return
-    staging.publish()
-    staging.discard()
-    assert (final / "zero.json").read_text() == "new"
-    assert (tmp_path / "other" / "zero.json").read_text() == "other"
-    left = {path.name for path in tmp_path.iterdir()} - {"c", "other"}
-    assert len(left) == links, left  # the data that the name links to
+    save(final, 2)
+    load_and_verify(final, 2)
+    load_and_verify(tmp_path / "other", 1)
+    assert len(list(final.glob("*.distcp"))) == 1
+    assert {path.name for path in tmp_path.iterdir() if not path.name.startswith(".zdata")} == {"c", "other"}
     remove_checkpoint_directory(final, control())
     assert {path.name for path in tmp_path.iterdir()} == {"other"}
 
 
-def test_discarding_leaves_what_was_there(tmp_path: Path, links: bool) -> None:
+class Refused(Exception):
+    """The change that does not happen."""
+
+
+@pytest.mark.parametrize("change", range(8))
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_save_that_ends_at_any_change_leaves_the_old_or_the_new_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: int, dies: bool
+) -> None:
+    save(tmp_path / "c", 1)
+    before = sorted(os.listdir(tmp_path / "c"))
+    changes: list[str] = []
+    replace = os.replace
+
+    def until(source: Path, final: Path) -> None:
+        if len(changes) == change:
+            if dies:
+                os._exit(0)
+            raise Refused
+        changes.append(Path(final).name)
+        replace(source, final)
+
+    monkeypatch.setattr(os, "replace", until)
+    if dies:
+        if os.fork() == 0:
+            save(tmp_path / "c", 2)
+            os._exit(0)
+        os.wait()
+    elif change < 6:
+        with pytest.raises(CheckpointError, match="Refused"):
+            save(tmp_path / "c", 2)
+    else:
+        save(tmp_path / "c", 2)
+        assert [re.sub("-.*[.]", ".", name) for name in changes[3:]] == ["zero.json", ".metadata", "meta.pt"]
+    monkeypatch.undo()
+    load_and_verify(tmp_path / "c", 2 if change > 3 else 1)
+    if change <= 3 and not dies:
+        assert sorted(os.listdir(tmp_path / "c")) == before
+    save(tmp_path / "c", 3)
+    load_and_verify(tmp_path / "c", 3)
+    assert len(os.listdir(tmp_path / "c")) == 6
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_discarding_leaves_what_was_there(tmp_path: Path) -> None:
     for number in (0, 1):
         staging = staged(tmp_path / "c", str(number))
         if number == 0:
             staging.publish()
         staging.discard()
     assert (tmp_path / "c" / "zero.json").read_text() == "0"
-    assert len(list(tmp_path.iterdir())) == 1 + links
+    assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_discarding_after_half_a_publication_leaves_what_was_there(
-    tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a_checkpoint(tmp_path / "c")
-    staging = staged(tmp_path / "c", "new")
-
-    def refuse(*_: object) -> NoReturn:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(*((os, "replace") if links else (publish, "_exchange")), refuse)
-    with pytest.raises(OSError, match="Input/output error"):
-        staging.publish()
-    staging.discard()
-    assert (tmp_path / "c" / "zero.json").read_text() == "old"
-    assert len(list(tmp_path.iterdir())) == 1 + links
-
-
-def test_what_a_killed_process_left_is_swept_and_what_a_living_one_writes_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(publish, "_exchange", no_exchange)
-        staged(tmp_path / "linked", "linked").publish()
+def test_what_a_killed_process_left_is_swept_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
     alive = staged(tmp_path / "c", "alive")
     names = {path.name for path in tmp_path.iterdir()}
-    for stale in (".ztmp-", ".zdel-", ".zdata-"):
+    for stale in (".ztmp-", ".zdel-"):
         folder = tmp_path / f"{stale}{'0' * 31}1"
         folder.mkdir()
         (folder / "x").write_text("x")
     (tmp_path / f".ztmp-{'0' * 31}2").symlink_to(f".zdata-{'0' * 31}2")
-    (tmp_path / f".ztmp-{'0' * 31}3").symlink_to(f".zdata-{'0' * 31}3")
-    (tmp_path / f".zdata-{'0' * 31}3").mkdir()
     (tmp_path / f".zdel-{'0' * 31}4").write_text("x")
     kept = [tmp_path / ".ztmp-notes", tmp_path / ".zdel-", tmp_path / f".zold-{'0' * 32}"]
     for path in kept:
@@ -257,7 +252,6 @@ def test_what_a_killed_process_left_is_swept_and_what_a_living_one_writes_is_not
     assert {path.name for path in tmp_path.iterdir()} == names | {path.name for path in kept}
     alive.publish()
     assert (tmp_path / "c" / "zero.json").read_text() == "alive"
-    assert (tmp_path / "linked" / "zero.json").read_text() == "linked"
 
 
 def test_no_temporary_name_looks_like_a_checkpoint(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def export_weights(settings: Export) -> list[Path]:
 def _check_folder(settings: Export) -> None:
     target = settings.target
     is_folder = target.is_dir()
-    if is_folder and os.listdir(target) and is_checkpoint_directory(target):
+    if is_folder and (names := os.listdir(target)) and is_checkpoint_directory(names):
         raise ValueError(f"'{target}' is a sharded checkpoint: write to another directory.")
     if os.path.lexists(target) and not is_folder:
         raise ValueError(
