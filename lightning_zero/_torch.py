@@ -213,6 +213,23 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
+def untyped(storage: Any) -> torch.UntypedStorage:
+    """A storage of either kind as bytes."""
+    return storage if isinstance(storage, torch.UntypedStorage) else storage._untyped_storage
+
+
+def storage_class(storage: Any) -> Any:
+    """What ``torch.save`` calls the class of a storage."""
+    if isinstance(storage, torch.UntypedStorage):
+        return torch.UntypedStorage
+    return getattr(torch, storage._pickle_storage_type())
+
+
+def archive_writer(file: Any) -> Any:
+    """``torch.save``'s writer of archives, onto what has ``write``, and ``seek`` to leave out a record's content."""
+    return torch._C.PyTorchFileWriter(file, True, 64)
+
+
 def version_probe(tensor: Tensor) -> Tensor:
     """A tensor without memory whose ``_version`` counts the changes of ``tensor`` and its views."""
     probe = tensor.detach()

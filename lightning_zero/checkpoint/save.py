@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from lightning_zero._torch import untracked
 from lightning_zero.checkpoint.format.dcp import BoxItem, Index, StoredBox, StoredBytes, to_metadata
-from lightning_zero.checkpoint.format.flat_shard import Box, FlatShard, linear, memory_identity
+from lightning_zero.checkpoint.format.flat_shard import Box, FlatShard, boxes, linear, memory_identity
 from lightning_zero.checkpoint.format.record import (
     META_FILE,
     META_TENSORS_FILE,
@@ -46,7 +46,7 @@ from lightning_zero.checkpoint.format.record import (
     disagreement,
     split,
 )
-from lightning_zero.checkpoint.format.stored import StoredTensor
+from lightning_zero.checkpoint.format.stored import StoredTensor, read_slices
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
 from lightning_zero.checkpoint.format.typed_json import (
     Encoder,
@@ -242,7 +242,7 @@ def _write_part(staging: Staging, rank: int, divided: Divided) -> _Part:
             if not isinstance(value, FlatShard) and not is_plain(value):
                 part.written[key] = _write_value(file, path.name, leaf, part.lost)
                 continue
-            boxes = []
+            parts = []
             for box, elements in _boxes(value):
                 same = _identity(box, elements)
                 if same is None or same not in known:
@@ -253,9 +253,9 @@ def _write_part(staging: Staging, rank: int, divided: Divided) -> _Part:
                 archive, offset, crc32 = known[same]
                 start = linear(value.shape, box.offsets)
                 chunk = None if offset is None else Chunk(start, math.prod(box.sizes), path.name, offset, crc32)
-                boxes.append((StoredBox(box, archive), chunk))
+                parts.append((StoredBox(box, archive), chunk))
             hole = Hole(None, value.dtype, tuple(value.shape))
-            part.written[key] = _Written(leaf._replace(value=hole), None, tuple(boxes))
+            part.written[key] = _Written(leaf._replace(value=hole), None, tuple(parts))
     if file.nbytes:
         part.files[path.name] = FileEntry(file.nbytes, file.checksum)
         staging.deliver([path.name])
@@ -291,7 +291,7 @@ def _boxes(value: Tensor) -> Iterator[tuple[Box, Tensor]]:
         yield Box((0,) * value.dim(), tuple(value.shape)), getattr(value, "local", value.detach())
         return
     start = 0
-    for box in value.boxes:
+    for box in boxes(value.shape, value.start, value.start + value.local.numel()):
         end = start + math.prod(box.sizes)
         yield box, value.local[start:end]
         start = end
@@ -368,13 +368,13 @@ def _items(parts: Sequence[_Part]) -> tuple[dict[str, Item], Index]:
         found[key] = written if before is None else before._replace(boxes=before.boxes + written.boxes)
     items: dict[str, Item] = {}
     index: dict[str, BoxItem | StoredBytes] = {}
-    for key, (leaf, archive, boxes) in found.items():
+    for key, (leaf, archive, parts_of) in found.items():
         if isinstance(leaf.value, Hole):
-            chunks = sorted(chunk for _, chunk in boxes if chunk is not None)
+            chunks = sorted(chunk for _, chunk in parts_of if chunk is not None)
             like = leaf.path, leaf.value.dtype, tuple(leaf.value.shape)
             try:
                 items[key] = TensorItem(*like, tuple(chunks))
-                index[key] = BoxItem(*like, (), tuple(box for box, _ in boxes))
+                index[key] = BoxItem(*like, (), tuple(box for box, _ in parts_of))
             except ValueError as error:
                 raise ValueError(f"of '{key}', {error}") from error
         else:
@@ -551,7 +551,7 @@ def _pieces(tensor: Tensor) -> Iterator[tuple[Tensor, int | None]]:
         crc32, end = 0, chunk.start + chunk.numel
         for begin in range(chunk.start, end, step):
             elements = buffer[: min(step, end - begin)]
-            tensor.read_into(elements, begin)
+            read_slices([(tensor, begin, elements)])
             known = zlib.crc32(raw_memory(elements))
             crc32 = combine(crc32, known, elements.nbytes) if crc32 else known
             yield elements, known

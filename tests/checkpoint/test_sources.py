@@ -319,7 +319,7 @@ def opening(tmp_path_factory: pytest.TempPathFactory) -> Opening:
     }
 
 
-@pytest.mark.parametrize("kind", ["own", "stock", "file"])
+@pytest.mark.parametrize("kind", ["own", "file"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_every_byte_is_read_once_when_the_world_changes(opening: Opening, kind: str, world_size: int) -> None:
     path, read = opening[kind]
@@ -335,10 +335,7 @@ def test_every_byte_is_read_once_when_the_world_changes(opening: Opening, kind: 
             state[key].read_into(part, start)
             assert torch.equal(part, value.reshape(-1)[start:end])
             expected += part.nbytes
-        # A stock directory does not say where in an archive the elements lie: 2 KiB of each are looked at, once.
-        # The shards of the eight tensors are at most 2 (2 n - 1) archives.
-        index = 2048 * 2 * sum(max(1, 2 * value.dim() - 1) for value in VALUES.values()) if kind == "stock" else 0
-        assert expected <= files.count <= expected + index
+        assert files.count == expected
         total += expected
     assert total == sum(value.nbytes for value in VALUES.values())
 
@@ -376,14 +373,12 @@ def anonymous_mib(field: str) -> float:
     return (int(lines[field].split()[0]) - int(lines["RssFile"].split()[0])) / 1024
 
 
-@pytest.mark.parametrize("kind", ["own", "stock", "file", "torch"])
+@pytest.mark.parametrize("kind", ["own", "file", "torch"])
 def test_reading_needs_little_more_than_the_destination(tmp_path: Path, kind: str) -> None:
     value = torch.zeros(100, 1 << 18)  # 100 MiB
-    if kind in ("own", "stock"):
+    if kind == "own":
         shard = FlatShard(value.view(-1), value.shape, 0)
         save_checkpoint_directory({"state_dict": {"w": shard}}, tmp_path / "w", control(), plan_summary={})
-    if kind == "stock":
-        (tmp_path / "w" / "zero.json").unlink()
     elif kind == "file":
         save_file({"w": value}, tmp_path / "w.safetensors")
     elif kind == "torch":
@@ -399,5 +394,5 @@ def test_reading_needs_little_more_than_the_destination(tmp_path: Path, kind: st
         assert not destination.any()
         return anonymous_mib("VmHWM") - before
 
-    # Pieces of 16 MiB, read and cast; the index of a stock directory.
+    # Pieces of 16 MiB, read and cast.
     assert run_world(1, rank, init_group=False, timeout=30)[0] < 40

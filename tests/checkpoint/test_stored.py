@@ -63,10 +63,6 @@ def exchanged(w: Tensor) -> None:
     from_dlpack(w)[1, 1] = 7
 
 
-def data(w: Tensor) -> None:
-    w.data = torch.ones(4, 3)
-
-
 def part(w: Tensor) -> None:
     w.chunk(2)[1].zero_()
 
@@ -76,7 +72,6 @@ WRITES: list[Callable[[Tensor], Any]] = [
     mask,
     array,
     exchanged,
-    data,
     part,
     lambda w: w.add_(1),
     lambda w: w.view(-1).add_(1),
@@ -87,10 +82,7 @@ WRITES: list[Callable[[Tensor], Any]] = [
     lambda w: w.unbind()[2].fill_(3),
     lambda w: w.copy_(torch.ones(4, 3)),
     lambda w: torch._foreach_mul_([w], 2),
-    lambda w: torch.add(w, 1, out=w),
-    lambda w: torch.add(torch.ones(4, 3), 1, out=w),
     lambda w: torch.nn.init.zeros_(w),
-    lambda w: torch.nn.utils.vector_to_parameters(torch.zeros(12), [w]),
     lambda w: w.untyped_storage().fill_(0),
 ]
 
@@ -113,7 +105,6 @@ def test_a_write_is_what_is_read_afterwards(write: Callable[[Tensor], Any]) -> N
 def test_writing_gives_the_handle_and_not_its_memory() -> None:
     handle = stored(elements())
     assert handle.add_(1) is handle
-    assert torch.mul(elements(), 2, out=handle) is handle
     state = {"w": handle}
     state["w"] += 1
     assert state["w"] is handle
@@ -174,20 +165,17 @@ def test_what_was_read_belongs_to_the_reader() -> None:
 @pytest.mark.parametrize("change", ["squeeze_", "t_", "resize_"])
 def test_a_shape_that_is_changed_in_place_is_an_error(change: str) -> None:
     handle = stored(elements())
-    with pytest.raises(TypeError, match=r"'w'.*clone"):
+    with pytest.raises(TypeError, match=r"'w'.*another shape.*clone"):
         getattr(handle, change)(*([3] if change == "resize_" else []))
     assert torch.equal(handle.read(), elements())
 
 
-def test_data_of_another_shape_is_an_error() -> None:
-    with pytest.raises(TypeError, match="cannot be the data"):
-        stored(elements()).data = torch.ones(3)
-
-
-@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
-def test_an_output_of_another_shape_is_an_error() -> None:
-    with pytest.raises(TypeError, match="fits"):
-        torch.cat([elements(), elements()], out=stored(elements()))
+@pytest.mark.parametrize("rows", [4, 8])
+def test_other_data_and_outputs_are_errors(rows: int) -> None:
+    with pytest.raises(TypeError, match=r"'w'.*cannot get other data: use `copy_`"):
+        stored(elements()).data = torch.ones(rows, 3)
+    with pytest.raises(TypeError, match=r"'w'.*clone"):
+        torch.cat([elements()] * (rows // 4), out=stored(elements()))
 
 
 @pytest.mark.parametrize("loaded", [False, True])
@@ -199,7 +187,8 @@ def test_copies_do_not_see_later_writes(loaded: bool) -> None:
     copied = copy.deepcopy({"w": handle, "tied": handle})
     assert copied["w"] is copied["tied"]
     handle.zero_()
-    assert torch.equal(copied["w"].read(), before)
+    assert type(copied["w"]) is Tensor
+    assert torch.equal(copied["w"], before)
     copied["w"].fill_(3)
     assert not handle.read().any()
 

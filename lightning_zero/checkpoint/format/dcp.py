@@ -14,13 +14,13 @@ import io
 import math
 import pickle
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from lightning_zero.checkpoint.format.flat_shard import Box, tile
+from lightning_zero.checkpoint.format.flat_shard import Box
 from lightning_zero.checkpoint.format.record import TensorItem
 from lightning_zero.checkpoint.format.typed_json import DTYPES, check_stored
 
@@ -44,13 +44,14 @@ class StoredBox(NamedTuple):
 
 @dataclass(frozen=True)
 class BoxItem(TensorItem):
-    """A tensor in boxes with elements, which tile it exactly, or a ``ValueError``. It has no chunks."""
+    """A tensor in boxes with elements, as many as it has, or a ``ValueError``. It has no chunks."""
 
     boxes: tuple[StoredBox, ...] = ()
 
     def __post_init__(self) -> None:
         check_stored(self.dtype, self.shape)
-        if not tile(self.shape, [stored.box for stored in self.boxes]):
+        numel = sum(math.prod(stored.box.sizes) for stored in self.boxes)
+        if numel != math.prod(self.shape) or len({stored.box.offsets for stored in self.boxes}) != len(self.boxes):
             raise ValueError(f"elements of shape {self.shape} are stored nowhere or twice")
 
 
@@ -93,7 +94,7 @@ def parse_metadata(data: bytes) -> Index:
         raise ValueError(f"it is damaged: {type(error).__name__}: {error}") from error
     try:
         return _index(loaded)
-    except (AttributeError, TypeError, KeyError) as error:
+    except (AttributeError, TypeError, KeyError) as error:  # a field of another kind
         raise ValueError(f"it is not what torch.distributed.checkpoint writes: {error!r}") from error
 
 
@@ -147,43 +148,37 @@ def _is(value: Any, name: str) -> bool:
 def _index(loaded: Any) -> Index:
     if not _is(loaded, "Metadata"):
         raise ValueError(f"it holds a {type(loaded).__name__}")
-    places: dict[str, dict[Any, StoredBytes]] = {}
-    for key, info in _expect("a dictionary", loaded.storage_data).items():
-        offset = getattr(key, "offset", None)  # a default that is not written
-        place = places.setdefault(_expect("a name", key.fqn), {})
-        place[None if offset is None else _expect("sizes", offset)] = _stored_bytes(key.fqn, info)
+    places: dict[Any, StoredBytes] = {}
+    for key, info in loaded.storage_data.items():
+        places[key.fqn, getattr(key, "offset", None)] = _stored_bytes(key.fqn, info)  # no offset: of a value
     items: dict[str, BoxItem | StoredBytes] = {}
-    for name, entry in _expect("a dictionary", loaded.state_dict_metadata).items():
-        found = places.get(_expect("a name", name), {})
+    for name, entry in loaded.state_dict_metadata.items():
         if _is(entry, "BytesStorageMetadata"):
-            if None not in found:
-                raise ValueError(f"it does not say where '{name}' lies")
-            items[name] = found[None]
+            items[_name(name)] = places[name, None]
         elif _is(entry, "TensorStorageMetadata"):
-            items[name] = _tensor(name, entry, found)
+            items[_name(name)] = _tensor(name, entry, places)
         else:
             raise ValueError(f"'{name}' is a {type(entry).__name__}")
-    paths = _expect("a dictionary", getattr(loaded, "planner_data", None) or {})
-    return Index(items, {_expect("a name", name): _expect("a path", path) for name, path in paths.items()})
+    paths = getattr(loaded, "planner_data", None) or {}
+    for path in paths.values():
+        if type(path) is not tuple or not path or any(type(part) not in (str, int) for part in path):
+            raise ValueError(f"it holds {reprlib.repr(path)} instead of a path")
+    return Index(items, {_name(name): path for name, path in paths.items()})
 
 
-def _tensor(name: str, entry: Any, found: Mapping[Any, StoredBytes]) -> BoxItem:
-    shape, dtype = _expect("sizes", entry.size), entry.properties.dtype
-    layout = entry.properties.layout
+def _tensor(name: str, entry: Any, places: Mapping[Any, StoredBytes]) -> BoxItem:
+    shape, dtype, layout = _sizes(entry.size), entry.properties.dtype, entry.properties.layout
     if not isinstance(dtype, torch.dtype) or not _is(layout, "_get_layout") or layout.arguments != ("torch.strided",):
         what = reprlib.repr((dtype, getattr(layout, "arguments", layout)))
         raise ValueError(f"'{name}' is not a plain tensor: {what}")
     boxes = []
     for chunk in entry.chunks:
-        box = Box(_expect("sizes", chunk.offsets), _expect("sizes", chunk.sizes))
-        fits = len(box.offsets) == len(box.sizes) == len(shape) and all(
-            offset + size <= total for offset, size, total in zip(box.offsets, box.sizes, shape, strict=True)
-        )
-        if not fits:
+        box = Box(_sizes(chunk.offsets), _sizes(chunk.sizes))
+        if any(offset + size > total for offset, size, total in zip(*box, shape, strict=True)):
             raise ValueError(f"of '{name}' with shape {reprlib.repr(shape)}, a part has {reprlib.repr(box)}")
         if 0 in box.sizes:
             continue
-        place = found.get(box.offsets, found.get(None) if len(entry.chunks) == 1 else None)
+        place = places.get((name, box.offsets), places.get((name, None)) if len(entry.chunks) == 1 else None)
         if place is None:
             raise ValueError(f"it does not say where the part of '{name}' at {box.offsets} lies")
         if math.prod(box.sizes) * dtype.itemsize > place.nbytes:
@@ -200,25 +195,21 @@ def _stored_bytes(name: str, info: Any) -> StoredBytes:
         raise ValueError(
             f"'{name}' was written through {reprlib.repr(info.transform_descriptors)}: only plain bytes can be read"
         )
-    file = _expect("a name", info.relative_path)
+    file = _name(info.relative_path)
     if file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
         raise ValueError(f"'{name}' lies in the file {file!r}, which is not a plain file name")
-    offset, nbytes = _expect("sizes", (info.offset, info.length))
-    return StoredBytes(file, offset, nbytes)
+    return StoredBytes(file, *_sizes((info.offset, info.length)))
 
 
-# What a field can be, as messages call it.
-_FORMS: dict[str, Callable[[Any], bool]] = {
-    "a dictionary": lambda value: type(value) is dict,
-    "a name": lambda value: type(value) is str,
-    "a path": lambda value: type(value) is tuple and bool(value) and all(type(part) in (str, int) for part in value),
-    "sizes": lambda value: type(value) is tuple and all(type(size) is int and size >= 0 for size in value),
-}
+def _name(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError(f"it holds {reprlib.repr(value)} instead of a name")
+    return value
 
 
-def _expect(form: str, value: Any) -> Any:
-    if not _FORMS[form](value):
-        raise ValueError(f"it holds {reprlib.repr(value)} instead of {form}")
+def _sizes(value: Any) -> tuple[int, ...]:
+    if type(value) is not tuple or any(type(size) is not int or size < 0 for size in value):
+        raise ValueError(f"it holds {reprlib.repr(value)} instead of sizes")
     return value
 
 

@@ -17,7 +17,6 @@ The concatenation of the boxes, each flattened, is the range again: a box is a p
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from torch import Tensor
 from lightning_zero._torch import make_wrapper_subclass
 from lightning_zero.offload.host import OffloadedTensor
 
-__all__ = ["Box", "FlatShard", "boxes", "elements_before", "is_range", "linear", "memory_identity", "tile"]
+__all__ = ["Box", "FlatShard", "boxes", "linear", "memory_identity", "overlap"]
 
 
 class Box(NamedTuple):
@@ -45,27 +44,15 @@ def boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
         Non-empty boxes in the order of the range; at most ``max(1, 2 * len(shape) - 1)`` of them, none for an empty
         range.
     """
-    if start >= end:
-        return []
-    if not shape:
-        return [Box((), ())]
-    row_shape = tuple(shape[1:])
-    row_numel = math.prod(row_shape)
-    first, head = divmod(start, row_numel)
-    last, tail = divmod(end, row_numel)
-    if first == last:
-        return _in_row(first, boxes(row_shape, head, tail))
-    found = []
-    if head:
-        found += _in_row(first, boxes(row_shape, head, row_numel))
-        first += 1
-    if last > first:
-        found.append(Box((first, *(0 for _ in row_shape)), (last - first, *row_shape)))
-    return found + _in_row(last, boxes(row_shape, 0, tail))
-
-
-def _in_row(row: int, inner: list[Box]) -> list[Box]:
-    return [Box((row, *box.offsets), (1, *box.sizes)) for box in inner]
+    shape, found = tuple(shape), []
+    while start < end and shape:  # the largest that begins here
+        rows = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        offsets = tuple(start // row % size for row, size in zip(rows, shape, strict=True))
+        dim, row = next((dim, row) for dim, row in enumerate(rows) if start % row == 0 and start + row <= end)
+        count = min((end - start) // row, shape[dim] - offsets[dim])
+        found.append(Box(offsets, (*(1 for _ in range(dim)), count, *shape[dim + 1 :])))
+        start += count * row
+    return found if shape or start >= end else [Box((), ())]
 
 
 def linear(shape: Sequence[int], offsets: Sequence[int]) -> int:
@@ -73,46 +60,14 @@ def linear(shape: Sequence[int], offsets: Sequence[int]) -> int:
     return sum(offset * math.prod(shape[dim + 1 :]) for dim, offset in enumerate(offsets))
 
 
-def elements_before(shape: Sequence[int], box: Box, end: int) -> int:
-    """How many elements of a box come before element ``end`` of the flattened tensor."""
-    if end >= math.prod(shape):
-        return math.prod(box.sizes)
-    count = 0
-    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        row, end = divmod(end, math.prod(shape[dim + 1 :]))
-        inner = math.prod(box.sizes[dim + 1 :])
-        if row < offset:
-            return count
-        if row >= offset + size:
-            return count + size * inner
-        count += (row - offset) * inner
-    return count
-
-
-def is_range(shape: Sequence[int], box: Box) -> bool:
-    """Whether a box is a range of the flattened tensor."""
-    partial = next((dim for dim, size in enumerate(box.sizes) if size != 1), len(shape))
-    return tuple(box.sizes[partial + 1 :]) == tuple(shape[partial + 1 :])
-
-
-def tile(shape: Sequence[int], parts: Sequence[Box]) -> bool:
-    """Whether boxes cover every element once: as ranges, or as the cells of a grid, which is all that DCP makes."""
-    if sum(math.prod(box.sizes) for box in parts) != math.prod(shape):
-        return False
-    if all(is_range(shape, box) for box in parts):
-        end = 0
-        for begin, numel in sorted((linear(shape, box.offsets), math.prod(box.sizes)) for box in parts):
-            if begin != end:
-                return False
-            end += numel
-        return True
-    cuts = [[*sorted({box.offsets[dim] for box in parts}), size] for dim, size in enumerate(shape)]
-    if math.prod(len(cut) - 1 for cut in cuts) != len(parts):
-        return False
-    cells = set(itertools.product(*(itertools.pairwise(cut) for cut in cuts)))
-    return cells == {
-        tuple((offset, offset + size) for offset, size in zip(box.offsets, box.sizes, strict=True)) for box in parts
-    }
+def overlap(one: Box, other: Box) -> Box | None:
+    """The elements that two boxes of a tensor have in common, if there are any."""
+    offsets = tuple(map(max, one.offsets, other.offsets))
+    sizes = tuple(
+        min(a + m, b + n) - offset
+        for offset, a, m, b, n in zip(offsets, one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    )
+    return Box(offsets, sizes) if min(sizes, default=1) > 0 else None
 
 
 class FlatShard(Tensor):
@@ -122,7 +77,7 @@ class FlatShard(Tensor):
     can be renamed, dropped, cloned and cast; computing with it raises, because the result could only be wrong.
 
     Args:
-        local: 1-D and contiguous: this rank's elements, possibly none, kept by reference. They may rest in a file.
+        local: 1-D and contiguous: this rank's elements, possibly none, kept by reference. They may be in a file.
         shape: the full shape.
         start: the place of ``local[0]`` in the flattened parameter. Meaningless, but in bounds, if ``local`` is empty.
 
@@ -130,49 +85,39 @@ class FlatShard(Tensor):
         ValueError: if ``local`` is not such a range.
     """
 
-    local: Tensor  # 1-D: the elements this rank holds, in the memory given to the constructor
-    start: int  # the place of ``local[0]`` in the flattened parameter
+    local: Tensor
+    start: int
 
     @staticmethod
     def __new__(cls, local: Tensor, shape: Sequence[int], start: int) -> FlatShard:
-        numel = math.prod(shape)
-        if local.dim() != 1 or not local.is_contiguous():
-            raise ValueError(f"A flat shard needs a contiguous 1-D tensor, got shape {tuple(local.shape)}.")
-        if start < 0 or start + local.numel() > numel:
+        end = start + local.numel()
+        if local.dim() != 1 or not local.is_contiguous() or start < 0 or end > math.prod(shape):
             raise ValueError(
-                f"Elements {start} to {start + local.numel()} are not a range of a tensor of shape {tuple(shape)} "
-                f"with {numel} elements."
+                f"A flat shard needs a contiguous 1-D tensor: of shape {tuple(local.shape)}, elements {start} to {end} "
+                f"of a tensor of shape {tuple(shape)}, is none."
             )
-        shard: FlatShard = make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=local.dtype, device=local.device, requires_grad=False
-        )
+        shard: FlatShard = make_wrapper_subclass(cls, torch.Size(shape), dtype=local.dtype, device=local.device)
         shard.local, shard.start = local.detach(), int(start)
         return shard
-
-    @property
-    def boxes(self) -> list[Box]:
-        """The slice as boxes of the full shape, in the order of ``local``."""
-        return boxes(self.shape, self.start, self.start + self.local.numel())
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Detach, clone and cast work on the slice; everything else would need elements of other ranks."""
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return FlatShard(args[0].local, args[0].shape, args[0].start)
-        if func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+        aten, shard = torch.ops.aten, args[0]
+        if func in (aten.detach.default, aten.alias.default):
+            return FlatShard(shard.local, shard.shape, shard.start)
+        if func in (aten.clone.default, aten._to_copy.default):
             options = {name: value for name, value in (kwargs or {}).items() if name != "memory_format"}
-            return FlatShard(func(args[0].local, **options), args[0].shape, args[0].start)
+            return FlatShard(func(shard.local, **options), shard.shape, shard.start)
         raise RuntimeError(  # not TypeError, of which Python's operators make a message of their own
             f"{func} needs whole parameters, but a checkpoint holds only this rank's part of each. Compute with "
             "`lightning_zero.full_parameters` around the module, or with the saved checkpoint."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:
-        """A copy with memory of its own."""
-        copied = FlatShard(self.local.clone(), self.shape, self.start)
-        memo[id(self)] = copied
+        memo[id(self)] = copied = FlatShard(self.local.clone(), self.shape, self.start)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
