@@ -121,8 +121,8 @@ class BufferPool:
     def __init__(self, wire: Collectives, device: torch.device, plan: Plan) -> None:
         self._wire = wire
         self._device = device
-        self._sizes: dict[Hashable, int] = {("parameters", slot.index): slot.nbytes for slot in plan.slots}
-        self._sizes |= {("gradients", slot.index): slot.nbytes for slot in plan.gradient_slots}
+        self._sizes: dict[Hashable, int] = {("parameters", slot): nbytes for slot, nbytes in enumerate(plan.slots)}
+        self._sizes |= {("gradients", slot): nbytes for slot, nbytes in enumerate(plan.gradient_slots)}
         self._idle: dict[Hashable, Buffer] = {}
         self._looks = _LOOKS
         self._left: list[tuple[Any, WeakStorage]] = []  # whose weights are where others have tensors

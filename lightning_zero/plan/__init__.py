@@ -23,8 +23,8 @@ from lightning_zero.plan.layout import (
     align_up,
     rest_of,
 )
-from lightning_zero.plan.plan import FETCH_UNITS, KEPT_NBYTES, STAGING_BUFFERS, Plan, SlotPlan, UnitPlan, pack
-from lightning_zero.plan.tree import refuse_shared_memory, sums_in_place, warn_of_views
+from lightning_zero.plan.plan import FETCH_UNITS, KEPT_NBYTES, STAGING_BUFFERS, Plan, UnitPlan, pack
+from lightning_zero.plan.tree import check_memory, sums_in_place
 from lightning_zero.plan.units import find_recomputed
 
 __all__ = [
@@ -42,17 +42,15 @@ __all__ = [
     "Plan",
     "Rest",
     "ShardSlice",
-    "SlotPlan",
     "UnitPlan",
     "align_up",
+    "check_memory",
     "deal_out",
     "find_recomputed",
     "make_buckets",
     "make_pieces",
     "pack",
-    "refuse_shared_memory",
     "rest_of",
     "sent_buffers",
     "sums_in_place",
-    "warn_of_views",
 ]

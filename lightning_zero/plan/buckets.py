@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import prod
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -163,17 +163,6 @@ def make_pieces(specs: Sequence[BufferSpec]) -> tuple[BufferPiece, ...]:
 # ----------------------------------------------------- [Note: owners] in ``optim/whole.py``
 
 
-class Owned(Protocol):
-    """A parameter: its elements, their dtype, and for every rank the first element that it holds and how many."""
-
-    @property
-    def numel(self) -> int: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def ranges(self) -> Sequence[tuple[int, int]]: ...
-
-
 def deal_out(sizes: Sequence[int], world_size: int) -> list[int]:
     """The owner of each size: the largest first, each to the rank with the least so far; ties: first, lowest."""
     owners = [0] * len(sizes)
@@ -203,10 +192,11 @@ class Round:
     entries: set[int] = field(default_factory=set)  # whose pieces travel, on any rank
 
 
-def plan_rounds(entries: Sequence[Owned], owners: Sequence[int], rank: int, limit: int) -> list[Round]:
+def plan_rounds(entries: Sequence[Any], owners: Sequence[int], rank: int, limit: int) -> list[Round]:
     """Cut all parameters into pieces, and put pieces into rounds that take at most ``limit`` bytes of any rank.
 
-    Owners take turns, so that a round keeps many of them busy.
+    Each of ``entries`` has the ``numel`` and the ``dtype`` of a parameter, and ``ranges``: for every rank the first
+    element that it holds, and how many. Owners take turns, so that a round keeps many of them busy.
     """
     world_size = len(entries[0].ranges) if entries else 0
     queues: list[list[tuple[int, int, int]]] = [[] for _ in range(world_size)]

@@ -448,33 +448,42 @@ def expected_memory(
     """
     tensors = optimizer.state if optimizer_tensors is None else optimizer_tensors
     _check(plan, rank, tensors)
-    trained = plan.trainable_layouts if training else ()
-    stepped = _resting(plan, trained, "state", Tier.DEVICE)
-    masters = _resting(plan, plan.layouts, "master", Tier.DEVICE)
-    replicated = not plan.placement.shards_parameters
-    if replicated:  # masters of the same dtype are views of the parameters
-        masters = [layout for layout in masters if layout.compute_dtype != layout.dtype]
+    trained, placement, layouts = plan.trainable_layouts if training else (), plan.placement, plan.layouts
+    stepped = [layout for layout in trained if plan.rest_of(layout).state is Tier.DEVICE]
+    parameters = keeping = 0
+    if not placement.shards_parameters:  # masters of the same dtype are views of the parameters
+        parameters = sum(layout.numel * layout.compute_dtype.itemsize for layout in layouts)
+        mastered = [layout for layout in layouts if layout.compute_dtype != layout.dtype]
+    else:
+        mastered, keeping = [*layouts], placement.keeping or 0
+    kept = sum(la.numel // keeping * la.compute_dtype.itemsize for la in layouts) if keeping else 0
     fetched = FETCH_UNITS * plan.fetch_nbytes if accelerator and isinstance(plan.offload, HostOffload) else 0
     # The owner of a whole parameter keeps a copy of it, with its state.
     whole = sum(nbytes for owner, nbytes in owners_of(plan, stepped) if owner == rank) if optimizer.whole else 0
-    slots, gradient_slots = sum(slot.nbytes for slot in plan.slots), _gradient_slots(plan) * training
-    kept = sum(s.nbytes for s in plan.gradient_slots if s.nbytes < KEPT_NBYTES) * training * (plan.group_size > 1)
     lasting = range(len(plan.slots)) if accelerator or not training else lasting_slots(plan)
+    # A world of one collects gradients where they are to be.
+    in_place = all(la.dtype == la.reduce_dtype and not plan.rest_of(la).offloaded for la in plan.trainable_layouts)
+    collected = () if not training or (plan.group_size == 1 and in_place) else plan.gradient_slots
+    small = (nbytes for nbytes in collected if nbytes < KEPT_NBYTES and plan.group_size > 1)
     rest = Memory(
-        parameters=sum(layout.numel * layout.compute_dtype.itemsize for layout in plan.layouts) if replicated else 0,
-        weights=sum(map(_weight_nbytes, _resting(plan, plan.layouts, "weights", Tier.DEVICE))) + _kept_nbytes(plan),
-        masters=sum(map(_master_nbytes, masters)),
+        parameters=parameters,
+        weights=_shards(plan, layouts, "weights", Tier.DEVICE, "compute_dtype") + kept,
+        masters=_shards(plan, mastered, "master", Tier.DEVICE),
         gradients=sum(_gradient_nbytes(plan, layout) for layout in trained),
         optimizer=(1 + tensors) * whole if optimizer.whole else tensors * _owned_nbytes(stepped, rank),
-        slots=sum(slot.nbytes for slot in plan.slots if slot.index in lasting or slot.nbytes < KEPT_NBYTES) + fetched,
-        gradient_slots=gradient_slots if accelerator else kept,
+        slots=sum(n for slot, n in enumerate(plan.slots) if slot in lasting or n < KEPT_NBYTES) + fetched,
+        gradient_slots=sum(collected if accelerator else small),
         transport=_transport_nbytes(plan, trained, receive_buffer),
     )
     if not (peak and training):
         return rest
     missing, raw = _backward_nbytes(plan, accelerator)
-    last = replace(rest, gradient_slots=gradient_slots + _leaving_nbytes(plan) * accelerator)  # parameters have gone
-    backward = replace(last, gradients=rest.gradients - missing, raw_gradients=raw, slots=slots + fetched)
+    # Sums on an accelerator, in no slot, that leave for the host when shard groups have averaged them.
+    narrow = [la for la in trained if la.reduce_dtype != la.dtype and plan.group_size < plan.world_size]
+    leaving = _shards(plan, narrow, "gradients", Tier.HOST) * accelerator
+    last = replace(rest, gradient_slots=sum(collected) + leaving)  # parameters have gone
+    slots = sum(plan.slots) + fetched
+    backward = replace(last, gradients=rest.gradients - missing, raw_gradients=raw, slots=slots)
     if optimizer.whole:  # whole gradients at their owner, and beside them what travels or what the optimizer makes
         sizes = [spec.numel * layout.dtype.itemsize for layout in stepped for spec in layout.parameters]
         step = whole + max(2 * min(whole, ROUND_NBYTES), optimizer.loop * max(sizes, default=0))
@@ -496,12 +505,13 @@ def expected_host_memory(
             files = expected_disk(plan, rank=rank, optimizer_tensors=optimizer_tensors, training=training)
             buffers += files.total // PAGE_NBYTES * 8
     if accelerator and training:
-        buffers += STAGING_BUFFERS * _in_pages(plan.staging_nbytes)
+        buffers += STAGING_BUFFERS * sum(align_up(nbytes, PAGE_NBYTES) for nbytes in plan.staging_nbytes)
+    on_host = [layout for layout in trained if plan.rest_of(layout).state is Tier.HOST]
     return HostBytes(
-        weights=sum(map(_weight_nbytes, _resting(plan, plan.layouts, "weights", Tier.HOST))),
-        masters=sum(map(_master_nbytes, _resting(plan, plan.layouts, "master", Tier.HOST))),
-        gradients=sum(map(_master_nbytes, _resting(plan, trained, "gradients", Tier.HOST))),
-        optimizer=optimizer_tensors * _owned_nbytes(_resting(plan, trained, "state", Tier.HOST), rank),
+        weights=_shards(plan, plan.layouts, "weights", Tier.HOST, "compute_dtype"),
+        masters=_shards(plan, plan.layouts, "master", Tier.HOST),
+        gradients=_shards(plan, trained, "gradients", Tier.HOST),
+        optimizer=optimizer_tensors * _owned_nbytes(on_host, rank),
         buffers=buffers,
     )
 
@@ -509,88 +519,12 @@ def expected_host_memory(
 def expected_disk(plan: Plan, *, rank: int = 0, optimizer_tensors: int = 2, training: bool = True) -> DiskBytes:
     """What offloading keeps in one rank's files. Arguments and errors as for ``expected_memory``."""
     _check(plan, rank, optimizer_tensors)
-    stepped = _resting(plan, plan.trainable_layouts if training else (), "state", Tier.DISK)
-    owned = [layout for layout in stepped if any(part.numel for part in layout.slices(rank))]
+    owned = [layout for layout in plan.trainable_layouts if training and _owned_nbytes([layout], rank)]
     return DiskBytes(
-        weights=_in_pages(map(_weight_nbytes, _resting(plan, plan.layouts, "weights", Tier.DISK))),
-        masters=_in_pages(map(_master_nbytes, _resting(plan, plan.layouts, "master", Tier.DISK))),
-        optimizer=optimizer_tensors * _in_pages(map(_master_nbytes, owned)),
+        weights=_shards(plan, plan.layouts, "weights", Tier.DISK, "compute_dtype", PAGE_NBYTES),
+        masters=_shards(plan, plan.layouts, "master", Tier.DISK, page=PAGE_NBYTES),
+        optimizer=optimizer_tensors * _shards(plan, owned, "state", Tier.DISK, page=PAGE_NBYTES),
     )
-
-
-def _backward_nbytes(plan: Plan, accelerator: bool) -> tuple[int, int]:
-    """At the worst moment of a backward: bytes of shards that are still to come, and what autograd holds.
-
-    Of weights that are reached under several names; one that is used twice under one name cannot be told from one that
-    is used once.
-    """
-    units = plan.units[::-1] if plan.placement.shards_parameters else plan.units
-    held, owned = plan.collecting_apart(), [(unit.index, la) for unit in units for la in unit.trainable_layouts]
-    layouts = [layout for _, layout in owned]
-    shards = [_passing_nbytes(plan, layout) for layout in layouts]
-    sizes = [[_parts(spec, la, unit in held, accelerator) for spec in la.parameters] for unit, la in owned]
-    missing, waiting = sum(shards), sum(kept for own in sizes for _, kept, _ in own)
-    # Where nothing waits for further parts, the first one is made apart.
-    moments = [(missing, waiting + max((first for own in sizes for first, kept, _ in own if not kept), default=0))]
-    late = 0  # what is reduced in another dtype comes to its shard when the next bucket needs the memory
-    for position, (layout, shard, own) in enumerate(zip(layouts, shards, sizes, strict=True)):
-        moments += [(missing + late, waiting + max(more for _, _, more in own))]
-        missing -= shard
-        late = shard if layout.reduce_dtype != layout.dtype else 0
-        waiting -= sum(kept for _, kept, _ in own)
-        # The reduction begins while autograd still holds the last gradient of a bucket; not of the last bucket.
-        if position + 1 < len(layouts):
-            moments += [(missing + late, waiting + own[0 if plan.placement.shards_parameters else -1][0])]
-    return max(moments, key=lambda found: found[1] - found[0])
-
-
-def _parts(spec: ParameterSpec, layout: FlatLayout, held: bool, accelerator: bool) -> tuple[int, int, int]:
-    """Bytes of a gradient, of what autograd keeps of it until its last part comes, and of what it has beside that then.
-
-    ``held``: whether the gradient is collected where the first part is.
-    """
-    nbytes = spec.numel * layout.compute_dtype.itemsize
-    if not spec.aliases:
-        return nbytes, 0, nbytes
-    held &= layout.compute_dtype.itemsize <= layout.reduce_dtype.itemsize and spec.parts < 3
-    return nbytes, 0 if held else nbytes, nbytes * (max(spec.parts, 1 + accelerator) - 1)  # of an embedding's only rows
-
-
-def _gradient_slots(plan: Plan) -> int:
-    """Bytes of slots for gradients in a step. A world of one collects gradients where they are to be."""
-    layouts = plan.trainable_layouts
-    if plan.group_size == 1 and all(la.dtype == la.reduce_dtype and not plan.rest_of(la).offloaded for la in layouts):
-        return 0
-    return sum(slot.nbytes for slot in plan.gradient_slots)
-
-
-def _leaving_nbytes(plan: Plan) -> int:
-    """Sums on an accelerator, in no slot, that leave for the host when shard groups have averaged them."""
-    layouts = plan.trainable_layouts if plan.group_size < plan.world_size else ()
-    narrow = [layout for layout in layouts if layout.reduce_dtype != layout.dtype]
-    return sum(map(_master_nbytes, _resting(plan, narrow, "gradients", Tier.HOST)))
-
-
-def _passing_nbytes(plan: Plan, layout: FlatLayout) -> int:
-    """Bytes of a shard of gradients that is there from its reduction on, until gradients are cleared."""
-    passing = plan.placement.shards_gradients and plan.group_size > 1
-    return _master_nbytes(layout) if passing and plan.rest_of(layout).gradients is Tier.DEVICE else 0
-
-
-def _step_nbytes(
-    plan: Plan, layouts: Sequence[FlatLayout], rank: int, optimizer: OptimizerCost, accelerator: bool
-) -> int:
-    """What an elementwise optimizer makes."""
-    parts = [(part.numel, layout.dtype.itemsize) for layout in layouts for part in layout.slices(rank)]
-    small = [numel * itemsize for numel, itemsize in parts if 0 < numel <= SMALL_NUMEL]
-    together = 0
-    if small and not accelerator:  # copies of the parameters and the gradients, and what is made for them
-        parts = [part for part in parts if not 0 < part[0] <= SMALL_NUMEL]
-        most = SEGMENT_NUMEL * max(itemsize for _, itemsize in [*parts, (0, 4)])
-        together = 2 * min(sum(small), most) + optimizer.step_nbytes([min(sum(small), most)], accelerator)
-    sizes = [numel * itemsize for numel, itemsize in parts]
-    # The user's order is that of registration as a rule, and buckets are in the opposite one.
-    return max(together, optimizer.step_nbytes(sizes if plan.placement.shards_parameters else sizes[::-1], accelerator))
 
 
 def owners_of(plan: Plan, layouts: Sequence[FlatLayout]) -> list[tuple[int, int]]:
@@ -609,26 +543,12 @@ def _check(plan: Plan, rank: int, optimizer_tensors: int) -> None:
         raise ValueError(f"optimizer_tensors must be 0 or more, got {optimizer_tensors}.")
 
 
-def _resting(plan: Plan, layouts: Iterable[FlatLayout], what: str, tier: Tier) -> list[FlatLayout]:
-    """The layouts whose part of that name (of ``Rest``) is in that tier."""
-    return [layout for layout in layouts if getattr(plan.rest_of(layout), what) is tier]
-
-
-def _in_pages(nbytes: Iterable[int]) -> int:
-    return sum(align_up(size, PAGE_NBYTES) for size in nbytes)
-
-
-def _master_nbytes(layout: FlatLayout) -> int:
-    return layout.shard_numel * layout.dtype.itemsize
-
-
-def _weight_nbytes(layout: FlatLayout) -> int:
-    return layout.shard_numel * layout.compute_dtype.itemsize
-
-
-def _kept_nbytes(plan: Plan) -> int:
-    keeping = plan.placement.keeping if plan.placement.shards_parameters else None
-    return sum(la.numel // keeping * la.compute_dtype.itemsize for la in plan.layouts) if keeping else 0
+def _shards(
+    plan: Plan, layouts: Iterable[FlatLayout], part: str, tier: Tier, dtype: str = "dtype", page: int = 1
+) -> int:
+    """Bytes of the shards whose ``part`` (a field of ``Rest``) is in a tier, each in whole pages."""
+    resting = (layout for layout in layouts if getattr(plan.rest_of(layout), part) is tier)
+    return sum(align_up(layout.shard_numel * getattr(layout, dtype).itemsize, page) for layout in resting)
 
 
 def _owned_nbytes(layouts: Iterable[FlatLayout], rank: int) -> int:
@@ -637,7 +557,7 @@ def _owned_nbytes(layouts: Iterable[FlatLayout], rank: int) -> int:
 
 
 def _gradient_nbytes(plan: Plan, layout: FlatLayout) -> int:
-    shard = _master_nbytes(layout) if plan.rest_of(layout).gradients is Tier.DEVICE else 0
+    shard = _shards(plan, [layout], "gradients", Tier.DEVICE)
     if plan.placement.shards_gradients:
         return shard
     # The full local gradients; the averaged shard is a part of them unless the optimizer needs another dtype.
@@ -655,6 +575,70 @@ def _transport_nbytes(plan: Plan, layouts: Sequence[FlatLayout], receive_buffer:
         for key, nbytes in (within, across):
             largest[key] = max(largest.get(key, 0), nbytes)
     return kept + sum(largest.values())
+
+
+def _backward_nbytes(plan: Plan, accelerator: bool) -> tuple[int, int]:
+    """At the worst moment of a backward: bytes of shards that are still to come, and what autograd holds.
+
+    Of weights that are reached under several names; one that is used twice under one name cannot be told from one that
+    is used once.
+    """
+    sharded, apart = plan.placement.shards_parameters, plan.collecting_apart()
+    units = plan.units[::-1] if sharded else plan.units
+    layouts = [layout for unit in units for layout in unit.trainable_layouts]
+    # A shard of gradients that is not replicated is there from its reduction on, until gradients are cleared.
+    passing = plan.placement.shards_gradients and plan.group_size > 1
+    shards = [_shards(plan, [layout], "gradients", Tier.DEVICE) * passing for layout in layouts]
+    sizes = [
+        [_parts(spec, layout, unit.index in apart, accelerator) for spec in layout.parameters]
+        for unit in units
+        for layout in unit.trainable_layouts
+    ]
+    missing, waiting = sum(shards), sum(kept for own in sizes for _, kept, _ in own)
+    # Where nothing waits for further parts, the first one is made apart.
+    moments = [(missing, waiting + max((first for own in sizes for first, kept, _ in own if not kept), default=0))]
+    late = 0  # what is reduced in another dtype comes to its shard when the next bucket needs the memory
+    for position, (layout, shard, own) in enumerate(zip(layouts, shards, sizes, strict=True)):
+        moments += [(missing + late, waiting + max(more for _, _, more in own))]
+        missing -= shard
+        late = shard if layout.reduce_dtype != layout.dtype else 0
+        waiting -= sum(kept for _, kept, _ in own)
+        # The reduction begins while autograd still holds the last gradient of a bucket; not of the last bucket.
+        if position + 1 < len(layouts):
+            moments += [(missing + late, waiting + own[0 if sharded else -1][0])]
+    return max(moments, key=lambda found: found[1] - found[0])
+
+
+def _parts(spec: ParameterSpec, layout: FlatLayout, apart: bool, accelerator: bool) -> tuple[int, int, int]:
+    """Bytes of a gradient, of what autograd keeps of it until its last part comes, and of what it has beside that then.
+
+    ``apart``: the unit has its gradient slot alone, so that the first part may be collected there.
+    """
+    nbytes = spec.numel * layout.compute_dtype.itemsize
+    if not spec.aliases:
+        return nbytes, 0, nbytes
+    apart &= layout.compute_dtype.itemsize <= layout.reduce_dtype.itemsize and spec.parts < 3
+    return (
+        nbytes,
+        0 if apart else nbytes,
+        nbytes * (max(spec.parts, 1 + accelerator) - 1),
+    )  # of an embedding's only rows
+
+
+def _step_nbytes(
+    plan: Plan, layouts: Sequence[FlatLayout], rank: int, optimizer: OptimizerCost, accelerator: bool
+) -> int:
+    """What an elementwise optimizer makes."""
+    parts = [(part.numel, layout.dtype.itemsize) for layout in layouts for part in layout.slices(rank)]
+    small = [numel * itemsize for numel, itemsize in parts if 0 < numel <= SMALL_NUMEL]
+    together = 0
+    if small and not accelerator:  # copies of the parameters and the gradients, and what is made for them
+        parts = [part for part in parts if not 0 < part[0] <= SMALL_NUMEL]
+        most = SEGMENT_NUMEL * max(itemsize for _, itemsize in [*parts, (0, 4)])
+        together = 2 * min(sum(small), most) + optimizer.step_nbytes([min(sum(small), most)], accelerator)
+    sizes = [numel * itemsize for numel, itemsize in parts]
+    # The user's order is that of registration as a rule, and buckets are in the opposite one.
+    return max(together, optimizer.step_nbytes(sizes if plan.placement.shards_parameters else sizes[::-1], accelerator))
 
 
 # -------------------------------------------------------------------------------------------- the plan as users have it

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -80,7 +81,7 @@ class ParameterSpec:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DtypeRules:
     """Mixed precision as data. ``None`` stands for each parameter's own dtype.
 
@@ -101,10 +102,6 @@ class DtypeRules:
     def compute(self, spec: ParameterSpec) -> torch.dtype:
         """The dtype of the buffer that the module computes with."""
         return spec.dtype if spec.name in self.keep else _narrowed(spec.dtype, self.param_dtype)
-
-    def narrows(self, spec: ParameterSpec) -> bool:
-        """Whether the module computes with a copy of another dtype."""
-        return self.compute(spec) != spec.dtype
 
     def reduce(self, spec: ParameterSpec) -> torch.dtype:
         """The dtype of the gradient bucket; the compute dtype for a frozen parameter, which has none."""
@@ -151,63 +148,43 @@ class FlatLayout:
     trainable: bool  # whether the parameters are
 
     def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise ValueError(f"A flat layout needs a world size of at least 1, got {self.world_size}.")
+        problem, end = "", 0
         if not self.parameters or len(self.parameters) != len(self.offsets):
-            raise ValueError(
-                "A flat layout needs at least one parameter and one offset for each: "
-                f"got {len(self.parameters)} parameters and {len(self.offsets)} offsets."
-            )
-        if self.numel <= 0 or self.numel % (self.world_size * ALIGNMENT) != 0:
-            raise ValueError(
-                f"A flat buffer of {self.numel} elements is not a positive multiple of world size {self.world_size} "
-                f"times {ALIGNMENT} elements."
-            )
-        end = 0
-        for spec, offset in zip(self.parameters, self.offsets, strict=True):
-            if offset % ALIGNMENT != 0:
-                raise ValueError(f"'{spec.name}' starts at element {offset}, not at a multiple of {ALIGNMENT}.")
-            if offset < end:
-                raise ValueError(f"'{spec.name}' starts at element {offset}, before its predecessor's end {end}.")
+            problem = f"{len(self.parameters)} parameters with {len(self.offsets)} offsets"
+        elif self.world_size < 1 or self.numel < 1 or self.numel % (self.world_size * ALIGNMENT):
+            problem = f"{self.numel} elements: that is no positive multiple of {self.world_size} times {ALIGNMENT}"
+        elif not self.trainable and self.reduce_dtype != self.compute_dtype:
+            problem = "a reduce dtype of its own, as it is frozen and never reduced"
+        for spec, offset in zip(self.parameters, self.offsets, strict=False):
+            if problem:
+                break
+            if (spec.dtype, spec.trainable) != (self.dtype, self.trainable):
+                problem = f"'{spec.name}', which is {spec.dtype}, trainable={spec.trainable}"
+            elif offset % ALIGNMENT or not end <= offset <= self.numel - spec.numel:
+                problem = f"'{spec.name}' at element {offset} of {self.numel}, with the one before up to {end}"
             end = offset + spec.numel
-            if end > self.numel:
-                raise ValueError(f"'{spec.name}' ends at element {end} of a buffer of {self.numel} elements.")
-            if spec.dtype != self.dtype or spec.trainable != self.trainable:
-                raise ValueError(
-                    f"'{spec.name}' ({spec.dtype}, trainable={spec.trainable}) does not belong into a flat buffer of "
-                    f"{self.dtype}, trainable={self.trainable}."
-                )
-        if not self.trainable and self.reduce_dtype != self.compute_dtype:
-            raise ValueError("A frozen flat buffer is never reduced: its reduce dtype must equal its compute dtype.")
+        if problem:
+            raise ValueError(f"A flat layout of {self.dtype}, trainable={self.trainable}, cannot have {problem}.")
 
     @classmethod
     def build(
-        cls,
-        parameters: Sequence[ParameterSpec],
-        world_size: int,
-        *,
-        compute_dtype: torch.dtype,
-        reduce_dtype: torch.dtype,
+        cls, parameters: Sequence[ParameterSpec], world_size: int, compute_dtype: torch.dtype, reduce_dtype: torch.dtype
     ) -> FlatLayout:
         """Lay ``parameters``, one or more, end to end in the given order, aligned and padded.
 
-        A layout whose parameters are all empty still gets one alignment unit per rank: a collective on an empty buffer
-        is an edge case of every backend, and nobody downstream has to think of it.
+        A layout whose parameters are all empty still gets one alignment unit per rank, so that no collective is empty.
         """
-        offsets: list[int] = []
-        end = 0
-        for spec in parameters:
-            offsets.append(end)
-            end = align_up(end + spec.numel)
+        *offsets, end = accumulate((align_up(spec.numel) for spec in parameters), initial=0)
+        numel, first = align_up(max(end, 1), world_size * ALIGNMENT), parameters[0]
         return cls(
-            parameters=tuple(parameters),
-            offsets=tuple(offsets),
-            numel=align_up(max(end, 1), world_size * ALIGNMENT),
-            world_size=world_size,
-            dtype=parameters[0].dtype,
-            compute_dtype=compute_dtype,
-            reduce_dtype=reduce_dtype,
-            trainable=parameters[0].trainable,
+            tuple(parameters),
+            tuple(offsets),
+            numel,
+            world_size,
+            first.dtype,
+            compute_dtype,
+            reduce_dtype,
+            first.trainable,
         )
 
     @property
@@ -221,9 +198,7 @@ class FlatLayout:
         return self.numel // self.world_size
 
     def shard_range(self, rank: int) -> tuple[int, int]:
-        """``(start, end)`` of the rank's shard in the buffer, in elements; ValueError if there is no such rank."""
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"There is no rank {rank} in a shard group of {self.world_size}.")
+        """``(start, end)`` of the rank's shard in the buffer, in elements."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def cut_of(self, position: int) -> tuple[int, ...]:
@@ -238,10 +213,7 @@ class FlatLayout:
         return residual_nbytes(align_up(self.numel // ranks, groups * ALIGNMENT), groups)
 
     def slices(self, rank: int) -> tuple[ShardSlice, ...]:
-        """What the rank owns: exactly one slice per parameter, in buffer order; empty where it owns nothing.
-
-        Costs O(parameters), whatever their size.
-        """
+        """What the rank owns: exactly one slice per parameter, in buffer order; empty where it owns nothing."""
         return tuple(self.slice_of(position, rank) for position in range(len(self.parameters)))
 
     def slice_of(self, position: int, rank: int) -> ShardSlice:
@@ -286,7 +258,7 @@ class Rest:
 
 
 def rest_of(layout: FlatLayout, placement: Placement, offload: Offload | None) -> Rest:
-    """Where the bytes of ``layout`` rest: decided here from numbers, executed by the engine.
+    """Where the bytes of ``layout`` rest between uses.
 
     | layout | master | weights | gradients, state |
     | --- | --- | --- | --- |

@@ -33,7 +33,6 @@ from lightning_zero.config import (
     validate_prefetch,
     validate_units,
 )
-from lightning_zero.errors import some
 from lightning_zero.plan.buckets import BufferSpec, limit_bucket, make_buckets, sent_buffers
 from lightning_zero.plan.layout import (
     ALIGNMENT,
@@ -46,7 +45,7 @@ from lightning_zero.plan.layout import (
     rest_of,
 )
 from lightning_zero.plan.tree import ModuleTree, refuse_modules
-from lightning_zero.plan.units import UnitSpec, find_named, find_units, names_inside
+from lightning_zero.plan.units import UnitSpec, find_named, find_units, full_precision_names
 
 __all__ = [
     "MIXED_DTYPES",
@@ -55,7 +54,6 @@ __all__ = [
     "KEPT_NBYTES",
     "STAGING_BUFFERS",
     "Plan",
-    "SlotPlan",
     "UnitPlan",
     "assign_slots",
     "pack",
@@ -80,15 +78,8 @@ KEPT_NBYTES = 256 * 2**10
 CAST_NBYTES = 16 * 2**20
 """Bytes of weights that are cast at a time on their way to an accelerator."""
 
+
 AnyPlan = TypeVar("AnyPlan", bound="Plan")
-
-
-@dataclass(frozen=True)
-class SlotPlan:
-    """One slot: its place in the plan's slots, and its bytes, those of the largest unit assigned to it."""
-
-    index: int
-    nbytes: int
 
 
 def pack(parts: Iterable[tuple[int, torch.dtype]]) -> tuple[tuple[int, ...], int]:
@@ -97,8 +88,7 @@ def pack(parts: Iterable[tuple[int, torch.dtype]]) -> tuple[tuple[int, ...], int
     Returns:
         The byte offset of each, a multiple of ``ALIGNMENT`` elements of its own dtype, and the bytes needed for all.
     """
-    offsets = []
-    end = 0
+    offsets, end = [], 0
     for numel, dtype in parts:
         start = align_up(end, ALIGNMENT * dtype.itemsize)
         offsets.append(start)
@@ -152,69 +142,25 @@ class Plan:
         world_size: of all ranks, which are one shard group or, with ``placement.span``, several that hold the same.
         units: sharded parameters: the root first, then units in registration order. Replicated parameters: gradient
             buckets in backward order, frozen ones last.
-        slots: for unsharded parameters; none where parameters are replicated.
-        gradient_slots: for gradients on their way to the reduce-scatter; none where gradients are replicated.
+        slots: bytes of each slot for unsharded parameters; none where parameters are replicated.
+        gradient_slots: likewise for gradients on their way to the reduce-scatter; none where gradients are replicated.
         prefetch: units gathered ahead of the one computing.
         root: index of the root unit; None where parameters are replicated.
         offload: what rests on the host or in files; None: everything rests on the device. Its path and the sizes of its
             buffers may differ between ranks, and are the only part of a plan that may.
         buffers: of the module, as rank 0 sends them to the others before every step; none where it does not. Not part
             of the fingerprint: they may change in the middle of a run, and are compared whenever they are sent.
-
-    Raises:
-        ValueError: if the parts do not prove each other.
     """
 
     placement: Placement
     world_size: int
     units: tuple[UnitPlan, ...]
-    slots: tuple[SlotPlan, ...]
-    gradient_slots: tuple[SlotPlan, ...]
+    slots: tuple[int, ...]
+    gradient_slots: tuple[int, ...]
     prefetch: int
     root: int | None
     offload: Offload | None = None
     buffers: tuple[BufferSpec, ...] = ()
-
-    def __post_init__(self) -> None:
-        validate_offload(self.offload, self.placement)
-        if self.world_size % self.group_size:
-            raise ValueError(f"{self.world_size} ranks cannot be split into shard groups of {self.group_size}.")
-        if self.root != (0 if self.placement.shards_parameters else None):
-            raise ValueError("A plan has a root unit, its first, exactly where parameters are sharded.")
-        for index, unit in enumerate(self.units):
-            self._prove_unit(index, unit)
-        if twice := [name for name, count in Counter(spec.name for spec in self.parameters).items() if count > 1]:
-            raise ValueError(f"Units hold parameters that the plan already has: {some(twice)}.")
-        for slots in (self.slots, self.gradient_slots):
-            if [slot.index for slot in slots] != list(range(len(slots))):
-                raise ValueError("Slots must be numbered in order.")
-
-    def _prove_unit(self, index: int, unit: UnitPlan) -> None:
-        if unit.index != index:
-            raise ValueError(f"Unit '{unit.name}' says index {unit.index} but is number {index} of the plan.")
-        if any(layout.world_size != self.group_size for layout in unit.layouts):
-            raise ValueError(f"Unit '{unit.name}' has a layout for another world size than {self.group_size}.")
-        if any(not 0 <= ancestor < len(self.units) or ancestor == index for ancestor in unit.ancestors):
-            raise ValueError(f"Unit '{unit.name}' has ancestors {unit.ancestors} that are no other units of the plan.")
-        gathered = self.placement.shards_parameters
-        if (unit.module is not None) != gathered or (unit.slot is not None) != gathered:
-            raise ValueError(f"Unit '{unit.name}' needs a module and a slot exactly where parameters are sharded.")
-        reduced = self.placement.shards_gradients and bool(unit.trainable_layouts)
-        if (unit.gradient_slot is not None) != reduced:
-            raise ValueError(f"Unit '{unit.name}' needs a gradient slot exactly where it has gradients to shard.")
-        if len(unit.layouts) != 1 and not gathered:
-            raise ValueError(f"Bucket '{unit.name}' must have exactly one layout, has {len(unit.layouts)}.")
-        for kind, slots, slot, nbytes in (
-            ("slot", self.slots, unit.slot, unit.slot_nbytes),
-            ("gradient slot", self.gradient_slots, unit.gradient_slot, unit.gradient_slot_nbytes),
-        ):
-            if slot is not None and not (0 <= slot < len(slots) and nbytes <= slots[slot].nbytes):
-                raise ValueError(f"Unit '{unit.name}' does not fit into {kind} {slot}: it needs {nbytes} bytes.")
-        for above in unit.ancestors if unit.slot is not None else ():
-            if self.units[above].slot == unit.slot:
-                raise ValueError(
-                    f"Unit '{unit.name}' shares slot {unit.slot} with '{self.units[above].name}' around it."
-                )
 
     @property
     def group_size(self) -> int:
@@ -253,27 +199,20 @@ class Plan:
     @property
     def fetch_nbytes(self) -> int:
         """Bytes of the largest unit's shards that rest elsewhere than where they are gathered, each in whole pages."""
-        if not self.placement.shards_parameters:
-            return 0
-        return max(
-            sum(
-                align_up(layout.shard_numel * layout.compute_dtype.itemsize, PAGE_NBYTES)
-                for layout in unit.layouts
-                if self.rest_of(layout).gathered_from is not Tier.DEVICE
-            )
-            for unit in self.units
-        )
+        found = 0
+        for unit in self.units if self.placement.shards_parameters else ():
+            rests = [(layout, self.rest_of(layout)) for layout in unit.layouts]
+            away = [la.shard_numel * la.compute_dtype.itemsize for la, r in rests if r.gathered_from is not Tier.DEVICE]
+            found = max(found, sum(align_up(nbytes, PAGE_NBYTES) for nbytes in away))
+        return found
 
     @property
     def staging_nbytes(self) -> tuple[int, int]:
         """Size of a staging buffer for gradients from an accelerator, and of one for weights to it."""
-        gradients = cast = 0
-        for layout in self.trainable_layouts:
-            if self.rest_of(layout).gradients is Tier.HOST:
-                gradients = max(gradients, layout.shard_numel * layout.reduce_dtype.itemsize)
-                if layout.dtype != layout.compute_dtype:
-                    cast = max(cast, layout.shard_numel * layout.compute_dtype.itemsize)
-        return gradients, min(CAST_NBYTES, cast)
+        away = [layout for layout in self.trainable_layouts if self.rest_of(layout).gradients is Tier.HOST]
+        gradients = (layout.shard_numel * layout.reduce_dtype.itemsize for layout in away)
+        cast = (la.shard_numel * la.compute_dtype.itemsize for la in away if la.dtype != la.compute_dtype)
+        return max(gradients, default=0), min(CAST_NBYTES, max(cast, default=0))
 
     def summary_lines(self) -> tuple[str, ...]:
         """The plan as canonical text: settings, then each unit, layout and parameter on a line of its own.
@@ -307,7 +246,7 @@ class Plan:
                     for spec, offset in zip(layout.parameters, layout.offsets, strict=True)
                 ]
         for kind, slots in (("slot", self.slots), ("gradient slot", self.gradient_slots)):
-            lines += [f"{kind} {slot.index}: {slot.nbytes} bytes" for slot in slots]
+            lines += [f"{kind} {index}: {nbytes} bytes" for index, nbytes in enumerate(slots)]
         return tuple(lines)
 
     def fingerprint(self) -> str:
@@ -360,69 +299,53 @@ class Plan:
         tree = ModuleTree(module)
         validate_prefetch(prefetch)
         refuse_modules(module, world_size)
-        keep = tree.in_batch_norm() | names_inside(tree, full_precision)
-        dtypes = DtypeRules(param_dtype=param_dtype, reduce_dtype=reduce_dtype, keep=keep)
-        chosen = placement if placement is not None else Placement.from_stage(stage)
-        offload = validate_offload(offload, chosen)
-        alone = offload is None and (chosen.span or world_size) == 1
-        if alone and not any(dtypes.narrows(held.spec) for held in tree.parameters):
+        dtypes = DtypeRules(param_dtype, reduce_dtype, full_precision_names(tree, full_precision))
+        placement = placement if placement is not None else Placement.from_stage(stage)
+        offload, group_size = validate_offload(offload, placement), placement.span or world_size
+        if world_size % group_size:
+            raise ValueError(f"{world_size} ranks cannot be split into shard groups of {group_size}.")
+        parameters, rules = [held.spec for held in tree.parameters], validate_units(units)
+        if group_size == 1 and offload is None and all(dtypes.compute(spec) == spec.dtype for spec in parameters):
             # Its shard is the whole, and what the module computes with: no slot, no gather, no hook around a unit.
-            chosen = replace(chosen, parameters=Residence.REPLICATED)
-        specs = _specs(tree, chosen, units, bucket_nbytes, dtypes)
-        laid_out, slots, gradient_slots = _lay_out(specs, chosen, chosen.span or world_size, dtypes, prefetch)
+            placement = replace(placement, parameters=Residence.REPLICATED)
+        gathers, reduces = placement.shards_parameters, placement.shards_gradients
+        if gathers:
+            specs = find_units(tree, rules)
+        else:
+            find_named(tree, rules or ())  # a name that nothing has is a mistake in every stage
+            limit = limit_bucket(parameters, bucket_nbytes, dtypes, beside=reduces)
+            buckets = make_buckets(parameters, limit, dtypes)
+            specs = tuple(UnitSpec(f"bucket {index}", bucket) for index, bucket in enumerate(buckets))
+        index_of = {spec.name: index for index, spec in enumerate(specs)}
+        laid_out = [
+            UnitPlan(
+                index=index,
+                name=spec.name,
+                module=spec.name if gathers else None,
+                depth=spec.depth,
+                ancestors=tuple(index_of[name] for name in spec.ancestors),
+                layouts=_layouts(spec.parameters, group_size, dtypes),
+            )
+            for index, spec in enumerate(specs)
+        ]
+        depths = [unit.depth for unit in laid_out]
+        used, slots = assign_slots([unit.slot_nbytes if gathers else None for unit in laid_out], depths, prefetch)
+        nbytes = [(unit.gradient_slot_nbytes or None) if reduces else None for unit in laid_out]
+        apart = min(prefetch, 1) if gathers else 1  # one fills while the other is reduced
+        gradient_used, gradient_slots = assign_slots(nbytes, depths, apart)
         return cls(
-            placement=chosen,
+            placement=placement,
             world_size=world_size,
-            units=laid_out,
+            units=tuple(
+                replace(unit, slot=used[unit.index], gradient_slot=gradient_used[unit.index]) for unit in laid_out
+            ),
             slots=slots,
             gradient_slots=gradient_slots,
             prefetch=prefetch,
-            root=0 if chosen.shards_parameters else None,
+            root=0 if gathers else None,
             offload=offload,
             buffers=tuple(BufferSpec.of(*named) for named in sent_buffers(module)) if broadcast_buffers else (),
         )
-
-
-def _specs(
-    tree: ModuleTree, placement: Placement, units: UnitsLike | None, bucket_nbytes: int, dtypes: DtypeRules
-) -> tuple[UnitSpec, ...]:
-    """Units of modules, or buckets where parameters are replicated."""
-    if placement.shards_parameters:
-        return find_units(tree, validate_units(units))
-    find_named(tree, validate_units(units) or ())  # a name that nothing has is a mistake in every stage
-    parameters = [held.spec for held in tree.parameters]
-    limit = limit_bucket(parameters, bucket_nbytes, dtypes, beside=placement.shards_gradients)
-    buckets = make_buckets(parameters, limit, dtypes)
-    return tuple(UnitSpec(f"bucket {index}", bucket, 0, ()) for index, bucket in enumerate(buckets))
-
-
-def _lay_out(
-    specs: Sequence[UnitSpec], placement: Placement, group_size: int, dtypes: DtypeRules, prefetch: int
-) -> tuple[tuple[UnitPlan, ...], tuple[SlotPlan, ...], tuple[SlotPlan, ...]]:
-    """Flat buffers for units (or for buckets where parameters are replicated), their slots, and gradient slots."""
-    index_of = {spec.name: index for index, spec in enumerate(specs)}
-    units = [
-        UnitPlan(
-            index=index,
-            name=spec.name,
-            module=spec.name if placement.shards_parameters else None,
-            depth=spec.depth,
-            ancestors=tuple(index_of[name] for name in spec.ancestors),
-            layouts=_layouts(spec.parameters, group_size, dtypes),
-        )
-        for index, spec in enumerate(specs)
-    ]
-    parameters: list[int | None] = [unit.slot_nbytes if placement.shards_parameters else None for unit in units]
-    gradients = [(unit.gradient_slot_nbytes or None) if placement.shards_gradients else None for unit in units]
-    depths = [unit.depth for unit in units] if placement.shards_parameters else None
-    assigned, slots = assign_slots(parameters, depths, prefetch)
-    apart = 1 if depths is None else min(prefetch, 1)  # one fills while the other is reduced
-    gradient_assigned, gradient_slots = assign_slots(gradients, depths, apart)
-    settled = (
-        replace(unit, slot=slot, gradient_slot=gradient_slot)
-        for unit, slot, gradient_slot in zip(units, assigned, gradient_assigned, strict=True)
-    )
-    return tuple(settled), slots, gradient_slots
 
 
 def _layouts(parameters: Sequence[ParameterSpec], group_size: int, dtypes: DtypeRules) -> tuple[FlatLayout, ...]:
@@ -431,34 +354,30 @@ def _layouts(parameters: Sequence[ParameterSpec], group_size: int, dtypes: Dtype
     for spec in parameters:
         groups.setdefault(dtypes.group(spec), []).append(spec)
     return tuple(
-        FlatLayout.build(
-            group, group_size, compute_dtype=dtypes.compute(group[0]), reduce_dtype=dtypes.reduce(group[0])
-        )
+        FlatLayout.build(group, group_size, dtypes.compute(group[0]), dtypes.reduce(group[0]))
         for group in groups.values()
     )
 
 
 def assign_slots(
-    nbytes: Sequence[int | None], depths: Sequence[int] | None, apart: int
-) -> tuple[tuple[int | None, ...], tuple[SlotPlan, ...]]:
-    """Which slot each unit uses, and the slots, numbered in order of first use. See [Note: slots].
+    nbytes: Sequence[int | None], depths: Sequence[int], apart: int
+) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
+    """Which slot each unit uses, and the bytes of the slots, in order of first use. See [Note: slots].
 
     Large units come first, and each takes the first slot that no unit near it has.
 
     Args:
         nbytes: that each unit needs; None: the unit needs no slot.
-        depths: of each unit: none shares a slot with one of another depth; None: all are of one.
+        depths: of each unit: none shares a slot with one of another depth.
         apart: units of one depth that are so many places from each other, or fewer, do not share a slot.
     """
-    levels: dict[int, list[int]] = {}
-    for unit, size in enumerate(nbytes):
-        if size is not None:
-            levels.setdefault(0 if depths is None else depths[unit], []).append(unit)
+    sizes = {unit: size for unit, size in enumerate(nbytes) if size is not None}
     sharing: list[list[int]] = []
-    for level in levels.values():
+    for depth in sorted({depths[unit] for unit in sizes}):
+        level = [unit for unit in sizes if depths[unit] == depth]
         slots: list[dict[int, int]] = []  # the units of each slot, by their places in the level
         # By size class, so that neighbours of nearly one size take turns.
-        for place in sorted(range(len(level)), key=lambda place: -max((nbytes[level[place]] or 0) - 1, 0).bit_length()):
+        for place in sorted(range(len(level)), key=lambda place: -max(sizes[level[place]] - 1, 0).bit_length()):
             near = range(place - apart, place + apart + 1)
             slot = next((slot for slot in slots if slot.keys().isdisjoint(near)), None)
             if slot is None:
@@ -467,6 +386,4 @@ def assign_slots(
         sharing += [sorted(slot.values()) for slot in slots]
     sharing.sort()
     assigned = {unit: index for index, users in enumerate(sharing) for unit in users}
-    largest = (max(nbytes[unit] or 0 for unit in users) for users in sharing)
-    slots_of = tuple(map(assigned.get, range(len(nbytes))))
-    return slots_of, tuple(SlotPlan(index, size) for index, size in enumerate(largest))
+    return tuple(map(assigned.get, range(len(nbytes)))), tuple(max(map(sizes.__getitem__, users)) for users in sharing)

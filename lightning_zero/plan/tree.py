@@ -7,7 +7,7 @@ All of it is read from the module alone, which is the same on every rank: so eve
 from __future__ import annotations
 
 import warnings
-from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,19 +15,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from lightning_zero._torch import BatchNorm, storage_key, storage_users
+from lightning_zero._torch import storage_key, storage_users
 from lightning_zero.errors import some
 from lightning_zero.plan.layout import ParameterSpec
 
-__all__ = [
-    "HeldParameter",
-    "ModuleNode",
-    "ModuleTree",
-    "refuse_modules",
-    "refuse_shared_memory",
-    "sums_in_place",
-    "warn_of_views",
-]
+__all__ = ["HeldParameter", "ModuleNode", "ModuleTree", "check_memory", "refuse_modules", "sums_in_place"]
 
 
 @dataclass
@@ -45,10 +37,15 @@ class ModuleNode:
 
 @dataclass
 class HeldParameter:
-    """One parameter object and the modules (node indices) that hold it directly."""
+    """One parameter object, the modules that hold it directly, and every way from the root to these."""
 
     spec: ParameterSpec
-    holders: list[int] = field(default_factory=list)
+    holders: list[ModuleNode] = field(default_factory=list)
+
+    @property
+    def paths(self) -> list[tuple[int, ...]]:
+        """Node indices from the root to a holder."""
+        return [path for holder in self.holders for path in holder.paths]
 
 
 class ModuleTree:
@@ -65,12 +62,13 @@ class ModuleTree:
         self._held: dict[int, HeldParameter] = {}
         self._visit(module, "", ())
         self.nodes = tuple(self._nodes.values())
-        for held in self._held.values():
-            layers = [self.nodes[holder].module for holder in held.holders]
-            if held.spec.aliases and all(map(sums_in_place, layers)):
-                linear = sum(type(layer) is nn.Linear for layer in layers)
-                held.spec = replace(held.spec, parts=1 if linear < 2 else 2)
         self.parameters = tuple(self._held.values())
+        for held in self.parameters:
+            if held.spec.aliases:
+                layers = [holder.module for holder in held.holders]
+                linear = sum(type(layer) is nn.Linear for layer in layers)
+                parts = 3 if not all(map(sums_in_place, layers)) else 1 if linear < 2 else 2
+                held.spec = replace(held.spec, parts=parts)
 
     def _visit(self, module: nn.Module, name: str, above: tuple[int, ...]) -> int:
         node = self._nodes.setdefault(id(module), ModuleNode(len(self._nodes), name, module))
@@ -79,7 +77,7 @@ class ModuleTree:
         path, prefix = (*above, node.index), f"{name}." if name else ""
         node.paths.append(path)
         for local_name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            self._hold(parameter, prefix + local_name, node.index)
+            self._hold(parameter, prefix + local_name, node)
         for local_name, buffer in module.named_buffers(recurse=False):
             _refuse_tensor("Buffer", prefix + local_name, buffer)
         for attribute, child in module._modules.items():
@@ -87,14 +85,14 @@ class ModuleTree:
                 node.children[attribute] = self._visit(child, prefix + attribute, path)
         return node.index
 
-    def _hold(self, parameter: nn.Parameter, name: str, holder: int) -> None:
+    def _hold(self, parameter: nn.Parameter, name: str, holder: ModuleNode) -> None:
         held = self._held.get(id(parameter))
         if held is None:
             _refuse_tensor("Parameter", name, parameter)
             spec = ParameterSpec(name, (), tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
             held = self._held[id(parameter)] = HeldParameter(spec)
         else:
-            held.spec = replace(held.spec, aliases=(*held.spec.aliases, name), parts=3)
+            held.spec = replace(held.spec, aliases=(*held.spec.aliases, name))
         if holder not in held.holders:
             held.holders.append(holder)
 
@@ -102,17 +100,14 @@ class ModuleTree:
         """For every node: elements of the distinct parameters in it or anywhere below it."""
         totals = [0] * len(self.nodes)
         for parameter in self.parameters:
-            for index in {index for holder in parameter.holders for path in self.nodes[holder].paths for index in path}:
+            for index in set().union(*parameter.paths):
                 totals[index] += parameter.spec.numel
         return totals
 
-    def in_batch_norm(self) -> frozenset[str]:
-        """Names of the parameters that a batch norm holds directly."""
-        return frozenset(
-            parameter.spec.name
-            for parameter in self.parameters
-            if any(isinstance(self.nodes[holder].module, BatchNorm) for holder in parameter.holders)
-        )
+    def names_in(self, chosen: Callable[[nn.Module], bool]) -> frozenset[str]:
+        """Names of the parameters in the modules that are chosen, or anywhere below them."""
+        tops = {node.index for node in self.nodes if chosen(node.module)}
+        return frozenset(p.spec.name for p in self.parameters if any(tops.intersection(path) for path in p.paths))
 
 
 def _refuse_tensor(kind: str, name: str, tensor: Tensor) -> None:
@@ -126,25 +121,19 @@ def _refuse_tensor(kind: str, name: str, tensor: Tensor) -> None:
             "Run one forward pass in `__init__` or `configure_model`, a batch of zeros will do, or give the layer its "
             "sizes (`nn.Linear(in_features, ...)` in place of `nn.LazyLinear`)."
         )
-    what = _strange(tensor)
-    if what and (kind == "Parameter" or tensor.layout is torch.strided):
+    if type(tensor) is not Tensor and nn.Parameter not in type(tensor).__mro__:
+        what = type(tensor).__name__
+    elif tensor.layout is not torch.strided:
+        what = f"tensor of layout {tensor.layout}" if kind == "Parameter" else ""
+    else:
+        what = "quantized tensor" if tensor.is_quantized else "nested tensor" if tensor.is_nested else ""
+    if what:
         raise ValueError(
             f"{kind} '{name}' is a {what}. Only plain dense tensors can be sent to all ranks, be laid out in flat "
             "buffers and be read back from a checkpoint, whether they are trained or frozen. Make it a plain one "
             "before fit (`full_tensor()` of a DTensor, `dequantize()`, `to_dense()`), or keep it in an attribute that "
             "is not registered in the module."
         )
-
-
-def _strange(tensor: Tensor) -> str:
-    """What is special about a tensor, or nothing."""
-    if type(tensor) is not Tensor and nn.Parameter not in type(tensor).__mro__:
-        return type(tensor).__name__
-    if tensor.layout is not torch.strided:
-        return f"tensor of layout {tensor.layout}"
-    if tensor.is_quantized or tensor.is_nested:
-        return "quantized tensor" if tensor.is_quantized else "nested tensor"
-    return ""
 
 
 def sums_in_place(module: nn.Module) -> bool:
@@ -178,15 +167,28 @@ def refuse_modules(module: nn.Module, world_size: int) -> None:
             )
 
 
-def refuse_shared_memory(module: nn.Module, device: torch.device) -> None:
-    """Raise ValueError if a trainable parameter has elements in common with another parameter, or with a buffer.
+def check_memory(module: nn.Module, device: torch.device) -> None:
+    """Raise ValueError if a trainable parameter has elements in common with another parameter, or with a buffer; warn
+    of those whose memory tensors outside of the module keep.
 
-    Every parameter gets memory of its own, so what is one element now would be two. What has to be moved to ``device``,
-    where the module computes, gets memory of its own in any trainer.
+    Every parameter gets memory of its own: what is one element now would be two, and such tensors would not follow.
+    What has to be moved to ``device``, where the module computes, gets memory of its own in any trainer.
     """
-    for group in _by_memory(module, device):
+    groups: dict[int, dict[int, tuple[str, Tensor]]] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.numel() and tensor.device == device and tensor.layout is torch.strided:
+            groups.setdefault(storage_key(tensor), {}).setdefault(id(tensor), (name, tensor))
+    # Torch's older ``spectral_norm`` leaves a view of the weight that its first forward takes the place of.
+    known = [
+        storage_key(view)
+        for child in module.modules()
+        for hook in child._forward_pre_hooks.values()
+        if isinstance(hook, SpectralNorm) and isinstance(view := vars(child).get(hook.name), Tensor)
+    ]
+    kept: list[str] = []
+    for key, group in groups.items():
         near: list[tuple[str, Tensor]] = []  # those before that reach to this one or further
-        for name, tensor in sorted(group, key=lambda named: _extent(named[1])):
+        for name, tensor in sorted(group.values(), key=lambda named: _extent(named[1])):
             near = [other for other in near if _extent(other[1])[1] > _extent(tensor)[0]]
             for other_name, other in near:
                 if (tensor.requires_grad or other.requires_grad) and _overlap(tensor, other):
@@ -196,21 +198,8 @@ def refuse_shared_memory(module: nn.Module, device: torch.device) -> None:
                         "one object under both names (`b.weight = a.weight`, not `.data`); or `clone()` one."
                     )
             near.append((name, tensor))
-
-
-def warn_of_views(module: nn.Module, device: torch.device) -> None:
-    """Warn of trainable parameters whose memory tensors outside of the module keep: they will not follow the parameter.
-
-    What has to be moved to ``device``, where the module computes, leaves them behind in any trainer.
-    """
-    known = Counter(map(storage_key, _weights_of_spectral_norm(module)))
-    kept = [
-        name
-        for group in _by_memory(module, device)
-        if storage_users(group[0][1]) > len(group) + known[storage_key(group[0][1])]
-        for name, tensor in group
-        if tensor.requires_grad
-    ]
+        if storage_users(near[0][1]) > len(group) + known.count(key):
+            kept += [name for name, tensor in group.values() if tensor.requires_grad]
     if kept:
         warnings.warn(
             f"Tensors outside of the module share the memory of {some(map(repr, kept))}: what "
@@ -219,25 +208,6 @@ def warn_of_views(module: nn.Module, device: torch.device) -> None:
             "they are read later, read the parameter instead; else let them go.",
             stacklevel=2,
         )
-
-
-def _weights_of_spectral_norm(module: nn.Module) -> list[Tensor]:
-    """Torch's older ``spectral_norm`` leaves a view of the weight that its first forward takes the place of."""
-    return [
-        vars(child)[hook.name]
-        for child in module.modules()
-        for hook in child._forward_pre_hooks.values()
-        if isinstance(hook, SpectralNorm) and isinstance(vars(child).get(hook.name), Tensor)
-    ]
-
-
-def _by_memory(module: nn.Module, device: torch.device) -> list[list[tuple[str, Tensor]]]:
-    """Parameters and buffers on ``device`` by the memory they are in, each object once under its first name."""
-    groups: dict[int, dict[int, tuple[str, Tensor]]] = {}
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.numel() and tensor.device == device and tensor.layout is torch.strided:
-            groups.setdefault(storage_key(tensor), {}).setdefault(id(tensor), (name, tensor))
-    return [list(group.values()) for group in groups.values()]
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

@@ -26,18 +26,19 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, type_before_parametrizations
 
+from lightning_zero._torch import BatchNorm
 from lightning_zero.config import UnitsLike, validate_units
 from lightning_zero.plan.layout import ParameterSpec
 from lightning_zero.plan.tree import ModuleNode, ModuleTree
 
-__all__ = ["UnitSpec", "find_named", "find_recomputed", "find_units", "names_inside"]
+__all__ = ["UnitSpec", "find_named", "find_recomputed", "find_units", "full_precision_names"]
 
 BLOCK_FLOOR = 1_024
 """Elements that a container's child must own. A collective of 4 KiB costs its latency (0.2 to 5 ms on gloo, tens of
@@ -59,18 +60,8 @@ UNEVEN_RATIO = 8
 """A block more than eight times the median block is split towards the others' size."""
 
 # Exact types: of the first the own ``forward`` uses the parameters; the second are gathered as one, never split.
-CERTAIN_LEAVES: tuple[type[nn.Module], ...] = (
-    nn.Linear,
-    nn.Bilinear,
-    nn.Embedding,
-    nn.EmbeddingBag,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
+CERTAIN_LEAVES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag)
+CERTAIN_LEAVES += (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 WHOLE_MODULES: tuple[type[nn.Module], ...] = (nn.RNN, nn.LSTM, nn.GRU, nn.MultiheadAttention)
 CONTAINERS: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -81,8 +72,8 @@ class UnitSpec:
 
     name: str  # the module's first path; "" for the root
     parameters: tuple[ParameterSpec, ...]  # what the unit owns, in registration order
-    depth: int  # how many units may be computing around it (the longest path, if the module is shared); 0 for the root
-    ancestors: tuple[str, ...]  # names of those units, over all paths, outermost first
+    depth: int = 0  # how many units may be computing around it (the longest path, if the module is shared)
+    ancestors: tuple[str, ...] = ()  # names of those units, over all paths, outermost first
 
 
 def find_units(tree: ModuleTree, rules: Sequence[str] | None) -> tuple[UnitSpec, ...]:
@@ -95,14 +86,13 @@ def find_units(tree: ModuleTree, rules: Sequence[str] | None) -> tuple[UnitSpec,
     Raises:
         ValueError: for a rule that matches nothing or matches a module whose call gathers nothing.
     """
-    floors = _Search(tree).run() if rules is None else dict.fromkeys(find_named(tree, rules), 1)
+    floors = _candidates(tree) if rules is None else dict.fromkeys(find_named(tree, rules), 1)
     owned = _drop_small(tree, floors)
     found = []
     for index in sorted(owned):
         node = tree.nodes[index]
         around = [[above for above in path[:-1] if above in owned] for path in node.paths]
-        ancestors = sorted({above for path in around for above in path})
-        names = tuple(tree.nodes[above].name for above in ancestors)
+        names = tuple(tree.nodes[above].name for above in sorted(set().union(*around)))
         found.append(UnitSpec(node.name, tuple(owned[index]), max(map(len, around)), names))
     return tuple(found)
 
@@ -110,60 +100,45 @@ def find_units(tree: ModuleTree, rules: Sequence[str] | None) -> tuple[UnitSpec,
 def _drop_small(tree: ModuleTree, floors: Mapping[int, int]) -> dict[int, list[ParameterSpec]]:
     """Owned parameters of each unit, after candidates that own less than their floor have been given up.
 
-    A tied weight leaves its module for the common ancestor, and nested units take most of a block away, so what a
-    candidate owns is known only once ownership is settled. Innermost candidates go first: what they give up may save
-    their parent.
+    Each parameter goes to its dominator, the innermost candidate on every path from the root to it: a tied weight
+    leaves its module for the common ancestor, and nested units take most of a block away. So what a candidate owns is
+    known only then. Innermost candidates go first: what they give up may save their parent.
     """
     candidates = {0, *floors}
     while True:
-        owned = _assign_owners(tree, candidates)
+        owned: dict[int, list[ParameterSpec]] = {index: [] for index in candidates}
+        for parameter in tree.parameters:
+            first, *others = parameter.paths
+            on_every_path = candidates.intersection(first, *others)
+            # Dominators lie in the same order on every path, so the innermost may be read from any of them.
+            owned[next(index for index in reversed(first) if index in on_every_path)].append(parameter.spec)
         depths = {
-            index: max(sum(above in candidates for above in path) for path in tree.nodes[index].paths)
+            index: max(len(candidates.intersection(path)) for path in tree.nodes[index].paths)
             for index in candidates
             if index != 0 and sum(spec.numel for spec in owned[index]) < floors[index]
         }
         if not depths:
             return owned
-        deepest = max(depths.values())
-        candidates -= {index for index, depth in depths.items() if depth == deepest}
-
-
-def _assign_owners(tree: ModuleTree, candidates: Collection[int]) -> dict[int, list[ParameterSpec]]:
-    """Each parameter to its dominator: the innermost candidate on every path from the root to it."""
-    owned: dict[int, list[ParameterSpec]] = {index: [] for index in candidates}
-    for parameter in tree.parameters:
-        paths = [path for holder in parameter.holders for path in tree.nodes[holder].paths]
-        on_every_path = set(paths[0]).intersection(*paths[1:]).intersection(candidates)
-        # Dominators lie in the same order on every path, so the innermost may be read from any of them.
-        owner = next(index for index in reversed(paths[0]) if index in on_every_path)
-        owned[owner].append(parameter.spec)
-    return owned
+        candidates -= {index for index, depth in depths.items() if depth == max(depths.values())}
 
 
 def find_named(tree: ModuleTree, rules: Sequence[str]) -> list[int]:
     """Nodes below the root whose class name is one of ``rules``; ValueError as for ``find_units``."""
     found = [node for node in _of_classes(tree, rules, "units") if node.index != 0]
-    for node in found:
-        for path in node.paths:
-            parent = tree.nodes[path[-2]].module
-            if isinstance(parent, nn.MultiheadAttention) and node.module is parent.out_proj:
-                name = class_name(node.module)
-                raise ValueError(
-                    f"units names '{name}', but '{node.name}' is the out_proj of a MultiheadAttention, which reads its "
-                    "weight without calling it: name 'MultiheadAttention' or a class around it."
-                )
+    for node, path in ((each, path) for each in found for path in each.paths):
+        parent = tree.nodes[path[-2]].module
+        if isinstance(parent, nn.MultiheadAttention) and node.module is parent.out_proj:
+            raise ValueError(
+                f"units names '{class_name(node.module)}', but '{node.name}' is the out_proj of a MultiheadAttention, "
+                "which reads its weight without calling it: name 'MultiheadAttention' or a class around it."
+            )
     return [node.index for node in found]
 
 
-def names_inside(tree: ModuleTree, full_precision: Sequence[str]) -> frozenset[str]:
-    """Names of the parameters in modules of these classes; ValueError for a class that is not there."""
-    found = _of_classes(tree, full_precision, "full_precision") if full_precision else []
-    tops = {node.index for node in found}
-    return frozenset(
-        parameter.spec.name
-        for parameter in tree.parameters
-        if any(tops.intersection(path) for holder in parameter.holders for path in tree.nodes[holder].paths)
-    )
+def full_precision_names(tree: ModuleTree, classes: Sequence[str]) -> frozenset[str]:
+    """Names of the parameters in batch norms, and in modules of these classes; ValueError for one that is not there."""
+    named = {id(node.module) for node in _of_classes(tree, classes, "full_precision")} if classes else set()
+    return tree.names_in(lambda module: isinstance(module, BatchNorm) or id(module) in named)
 
 
 def find_recomputed(module: nn.Module, checkpointing: UnitsLike, rules: UnitsLike | None) -> tuple[str, ...]:
@@ -202,7 +177,7 @@ def find_recomputed(module: nn.Module, checkpointing: UnitsLike, rules: UnitsLik
 def _of_classes(tree: ModuleTree, classes: Sequence[str], setting: str) -> list[ModuleNode]:
     """The modules of these classes, which are all there and can be called; else raises ValueError."""
     # A compiled module is gathered by its wrapper's call, outside the compiled region.
-    compiled = {id(inner) for node in tree.nodes if (inner := compiled_module(node.module)) is not None}
+    compiled = {id(compiled_module(node.module)) for node in tree.nodes}
     known = {class_name(node.module) for node in tree.nodes}
     if missing := [name for name in classes if name not in known]:
         raise ValueError(
@@ -237,78 +212,58 @@ def compiled_module(module: nn.Module) -> nn.Module | None:
     return module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
 
 
-class _Search:
-    """One pass over a tree. Blocks are found first, because what is *too large* depends on all of them."""
+def _candidates(tree: ModuleTree) -> dict[int, int]:
+    """Nodes that may become units, each with the elements that it must own in the end.
 
-    def __init__(self, tree: ModuleTree) -> None:
-        self.nodes = tree.nodes
-        self.numels = tree.numels()
-        self.block_floor = max(BLOCK_FLOOR, self.numels[0] // FLOOR_SHARE)
-        self.leaf_floor = max(LEAF_FLOOR, self.numels[0] // FLOOR_SHARE)
-        self.floors: dict[int, int] = {}
+    Blocks are found first, because what is *too large* depends on all of them.
+    """
+    nodes, numels = tree.nodes, tree.numels()
+    block_floor, leaf_floor = (max(floor, numels[0] // FLOOR_SHARE) for floor in (BLOCK_FLOOR, LEAF_FLOOR))
 
-    def run(self) -> dict[int, int]:
-        """The candidates, each with the elements that it must own in the end."""
-        blocks, leaves = self._below(self.nodes[0])
-        self._add_leaves(leaves)
-        median = statistics.median(self.numels[block.index] for block in blocks) if blocks else 0
-        for block in blocks:
-            self._add_block(block, median)
-        return self.floors
-
-    def _add_leaves(self, leaves: Sequence[ModuleNode]) -> None:
-        for leaf in leaves:
-            self.floors.setdefault(leaf.index, self.leaf_floor)
-
-    def _add_block(self, block: ModuleNode, median: float) -> None:
-        if block.index in self.floors:
+    def below(node: ModuleNode, seen: set[int]) -> Iterator[tuple[ModuleNode, bool]]:
+        """Outermost blocks (with True) and large leaves outside of them, strictly below a node, each once."""
+        if type(node.module) in CERTAIN_LEAVES + WHOLE_MODULES:
             return
-        # The block stays a candidate when it is split: it becomes a unit if what is left to it is worth one.
-        self.floors[block.index] = self.block_floor
-        numel = self.numels[block.index]
-        uneven = numel > UNEVEN_RATIO * median
-        if type(block.module) in WHOLE_MODULES or not (uneven or numel * STAGE_SHARE > self.numels[0]):
-            return
-        inner, leaves = self._below(block)
-        stages = [node for node in inner if node.children and type(node.module) not in WHOLE_MODULES]
-        if sum(self.numels[node.index] for node in stages) * 2 > numel:
-            inner, leaves = stages, []
-        elif not uneven:
-            return
-        for node in inner:
-            self._add_block(node, median)
-        self._add_leaves(leaves)
-
-    def _below(self, top: ModuleNode) -> tuple[list[ModuleNode], list[ModuleNode]]:
-        """The outermost blocks and the large leaves outside of them, strictly below ``top``, in registration order."""
-        blocks: list[ModuleNode] = []
-        leaves: list[ModuleNode] = []
-        if type(top.module) not in CERTAIN_LEAVES + WHOLE_MODULES:
-            for child, repeated in self._walk(top, {top.index}):
-                if repeated:
-                    blocks.append(child)
-                elif self.numels[child.index] >= self.leaf_floor:
-                    leaves.append(child)
-        return blocks, leaves
-
-    def _walk(self, node: ModuleNode, seen: set[int]) -> Iterator[tuple[ModuleNode, bool]]:
-        """Blocks (with True) and leaves below ``node``, outermost first, each once; ``seen`` grows on the way."""
         counts: Counter[str] = Counter()
         if isinstance(node.module, CONTAINERS):
-            children = (self.nodes[index] for index in node.children.values() if self.numels[index])
-            counts.update(class_name(child.module) for child in children)
+            counts.update(class_name(nodes[index].module) for index in node.children.values() if numels[index])
         for attribute, index in node.children.items():
-            child = self.nodes[index]
-            if index in seen or self.numels[index] == 0 or _is_closed(attribute, child.module):
+            child = nodes[index]
+            if index in seen or numels[index] == 0 or _is_closed(attribute, child.module):
                 continue
             seen.add(index)
             repeated = counts[class_name(child.module)] >= 2
-            if repeated and has_forward(child.module) and self.numels[index] >= self.block_floor:
+            if repeated and has_forward(child.module) and numels[index] >= block_floor:
                 yield child, True
-            elif type(child.module) in CERTAIN_LEAVES + WHOLE_MODULES:
+            elif type(child.module) not in CERTAIN_LEAVES + WHOLE_MODULES:
+                yield from below(child, seen)
+            elif numels[index] >= leaf_floor:
                 yield child, False
-            else:
-                yield from self._walk(child, seen)
+
+    def add(found: Sequence[tuple[ModuleNode, bool]], median: float) -> None:
+        for leaf in (node for node, is_block in found if not is_block):
+            floors.setdefault(leaf.index, leaf_floor)
+        for block in (node for node, is_block in found if is_block and node.index not in floors):
+            # The block stays a candidate when it is split: it becomes a unit if what is left to it is worth one.
+            floors[block.index], numel = block_floor, numels[block.index]
+            uneven = numel > UNEVEN_RATIO * median
+            if uneven or numel * STAGE_SHARE > numels[0]:
+                inner = [*below(block, {block.index})]
+                stages = [
+                    (node, is_block)
+                    for node, is_block in inner
+                    if is_block and node.children and type(node.module) not in WHOLE_MODULES
+                ]
+                if sum(numels[node.index] for node, _ in stages) * 2 > numel:
+                    add(stages, median)
+                elif uneven:
+                    add(inner, median)
+
+    floors: dict[int, int] = {}
+    found = [*below(nodes[0], {0})]
+    blocks = [numels[node.index] for node, is_block in found if is_block]
+    add(found, statistics.median(blocks) if blocks else 0)
+    return floors
 
 
 def _is_closed(attribute: str, module: nn.Module) -> bool:

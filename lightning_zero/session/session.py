@@ -23,7 +23,7 @@ from lightning_zero.optim.agreement import agree_on_set_up
 from lightning_zero.optim.hooks import keep_in_memory
 from lightning_zero.optim.rules import optimizer_rule
 from lightning_zero.optim.sharded import ShardedOptimizer
-from lightning_zero.plan import refuse_shared_memory, warn_of_views
+from lightning_zero.plan import check_memory
 from lightning_zero.plan.costs import ZeroPlan, build_plan
 from lightning_zero.registry import extension
 from lightning_zero.session.checkpoints import Checkpoints
@@ -164,8 +164,7 @@ class ZeroSession:
         control, streams = self.groups.control, Streams(self.device, self.groups.one_order)
         collectives = self.wire(self.groups, streams, self.device)
         plan = self._plan(module, dtypes, collectives)
-        refuse_shared_memory(module, self.device)
-        warn_of_views(module, self.device)
+        check_memory(module, self.device)
         tiers = make_tiers(self.settings.offload, plan, control, self.device, streams, self.local_rank)
         try:
             values = MetaValues.by_unit(module, plan)

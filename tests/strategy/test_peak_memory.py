@@ -80,7 +80,7 @@ def wide() -> Case:
 
 def _in_common(strategy: Any) -> int:
     engine = strategy.engine
-    return sum(slot.nbytes for slot in engine.plan.gradient_slots) if engine.collectives.lend(1) is not None else 0
+    return sum(engine.plan.gradient_slots) if engine.collectives.lend(1) is not None else 0
 
 
 class Peak(pl.Callback):
