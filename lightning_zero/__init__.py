@@ -12,7 +12,7 @@ from lightning_zero.cli import answer_early
 answer_early()  # `lightning-zero fit --help` and `lightning-zero plan` end here, before the imports that take seconds
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -63,6 +63,8 @@ _OF_EXTENSIONS = {
     "measure_activations": "planner",
     "verify_checkpoint": "inspection",
 }
+# What a training does not need, and takes long to import.
+_LATER = {"ZeroCLI": "trainer.cli", "consolidate_checkpoint": "checkpoint.consolidated"}
 if TYPE_CHECKING:
     from lightning_zero.checkpoint.consolidated import consolidate_checkpoint
     from lightning_zero.trainer.cli import ZeroCLI
@@ -73,21 +75,13 @@ if TYPE_CHECKING:
     measure_activations: Any
     verify_checkpoint: Any
 else:
-    # What a training does not need, and takes long to import.
-    _LATER = {
-        "ZeroCLI": "trainer.cli",
-        "consolidate_checkpoint": "checkpoint.consolidated",
-    }
 
     def __getattr__(name: str) -> Any:
-        if name in _OF_EXTENSIONS:
-            module = extension(_OF_EXTENSIONS[name])
-        elif name in _LATER:
-            module = import_module(f"{__name__}.{_LATER[name]}")
-        else:
+        if name not in {**_OF_EXTENSIONS, **_LATER}:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(module, name)
-        return value
+        place = _LATER.get(name)
+        module = import_module(f"{__name__}.{place}") if place else extension(_OF_EXTENSIONS[name])
+        return globals().setdefault(name, getattr(module, name))
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
@@ -170,40 +164,25 @@ def _class_with_arguments(name: str, stage: Any, default: Offload | None) -> typ
     return type(name, (ZeroStrategy,), {"__new__": make, "__module__": __name__, "__doc__": ZeroStrategy.__doc__})
 
 
-def _tell(twin: Any) -> None:
-    """Let the Trainer of ``pytorch_lightning`` take the strategies, which then say that they are not for it."""
-    for name, entry in StrategyRegistry.items():
-        if entry["strategy"] is ZeroStrategy:
-            twin.StrategyRegistry.setdefault(name, entry)
-    twin.Strategy.register(ZeroStrategy)
-
-
-class _Finder(MetaPathFinder):
-    """Calls ``then`` with the module ``name`` when somebody has imported it: this package does not."""
-
-    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        self._name, self._then = name, then
+class _LightningCLIFinder(MetaPathFinder):
+    """Patches ``lightning.pytorch.cli`` when somebody imports it: this package does not, because it takes long."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(fullname, path) if fullname == self._name else None
+        spec = PathFinder.find_spec(fullname, path) if fullname == "lightning.pytorch.cli" else None
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
-            def run_and_then(module: ModuleType) -> None:
+            def run_and_patch(module: ModuleType) -> None:
                 run(module)
-                self._then(module)
+                let_command_lines_load_directories(module)
 
-            spec.loader.exec_module = run_and_then  # type: ignore[method-assign]
+            spec.loader.exec_module = run_and_patch  # type: ignore[method-assign]
         return spec
 
 
 register_strategies()
 let_lightning_load_directories()
-for _name, _then in (
-    ("pytorch_lightning.strategies", _tell),
-    ("lightning.pytorch.cli", let_command_lines_load_directories),
-):
-    if _name in sys.modules:
-        _then(sys.modules[_name])
-    else:
-        sys.meta_path.insert(0, _Finder(_name, _then))
+if "lightning.pytorch.cli" in sys.modules:
+    let_command_lines_load_directories(sys.modules["lightning.pytorch.cli"])
+else:
+    sys.meta_path.insert(0, _LightningCLIFinder())

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_zero.config import parse_size
-from lightning_zero.errors import CheckpointError, ExtensionError, with_notes
+from lightning_zero.errors import CheckpointError, ExtensionError, did_you_mean, with_notes
 from lightning_zero.registry import extension
-from lightning_zero.trainer.foreign import did_you_mean
 
 __all__ = ["OptionParser", "answer_early", "complain", "for_the_terminal", "main", "short_help"]
 

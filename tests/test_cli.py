@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_zero import ZeroCLI, ZeroStrategy, __version__
@@ -142,9 +141,9 @@ def test_a_name_takes_arguments(
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
-        ("HostOffload", "paramters: true", "HostOffload has no argument 'paramters'. Did you mean parameters?"),
-        ("HostOffload", "pin_mib: much", "trainer.strategy.offload.pin_mib: expected one of float, null, found 'much'"),
-        ("HostOffload", "path: /var/tmp", "HostOffload has no argument 'path'. There are optimizer, parameters, "),
+        ("HostOffload", "paramters: true", "paramters"),
+        ("HostOffload", "pin_mib: much", "pin_mib"),
+        ("HostOffload", "path: /var/tmp", "path"),
         ("NvmeOffload", "parameters: true", "the following arguments are required: path"),
     ],
 )
@@ -169,35 +168,15 @@ CLASS = "strategy: {class_path: lightning_zero.ZeroStrategy, init_args: {%s}}"
     ("config", "arguments", "message"),
     [
         ("", [f"{STRATEGY}zer3"], NO_ZER3),
-        ("", [f"{STRATEGY}zer3", "--trainer.strategy.prefetch=1"], NO_ZER3),
         ("strategy: zer3", [], NO_ZER3),
-        ("strategy: {class_path: zer3, init_args: {prefetch: 1}}", [], NO_ZER3),
-        (
-            "",
-            [f"{STRATEGY}lightning_zero.ZeroStratgy"],
-            "'lightning_zero.ZeroStratgy'. Did you mean lightning_zero.Zer",
-        ),
-        ("strategy: {name: zero3}", [], "expected a name, or class_path and init_args, found {'name': 'zero3'}. There"),
-        (
-            "strategy: zero2",
-            ["--trainer.strategy.bucket_mbi=3"],
-            "trainer.strategy: lightning_zero.zero2 has no argument 'bucket_mbi'. Did you mean bucket_mib?",
-        ),
-        (CLASS % "bucket_mbi: 3", [], "ZeroStrategy has no argument 'bucket_mbi'. Did you mean bucket_mib?"),
-        (CLASS % "checkpoint: {asnyc_save: true}", [], "no argument 'asnyc_save'. Did you mean async_save?"),
-        (
-            "",
-            [f"{STRATEGY}zero2", "--trainer.strategy.stage=3"],
-            "zero2 has no argument 'stage'. There are offload, un",
-        ),
-        (CLASS % "bucket_mib: much", [], "trainer.strategy.bucket_mib: expected float, found 'much'."),
-        (CLASS % "stage: 4", [], "trainer.strategy.stage: expected one of 1, 2, 3, '1', '2', '3', found '4'."),
-        (
-            "",
-            ["--trainer.strategy.checkpoint.format=shraded"],
-            "checkpoint.format: expected one of 'sharded', 'consolidated', found 'shraded'. Did you mean sharded?",
-        ),
-        (CLASS % "offload: HostOfload", [], ", bool, null, found 'HostOfload'. Did you mean HostOffload?"),
+        ("strategy: {class_path: zer3, init_args: {prefetch: 1}}", [], "zer3"),
+        ("strategy: {name: zero3}", [], "trainer.strategy"),
+        ("strategy: zero2", ["--trainer.strategy.bucket_mbi=3"], "bucket_mbi"),
+        (CLASS % "bucket_mbi: 3", [], "bucket_mbi"),
+        (CLASS % "checkpoint: {asnyc_save: true}", [], "asnyc_save"),
+        (CLASS % "bucket_mib: much", [], "bucket_mib"),
+        ("", ["--trainer.strategy.checkpoint.format=shraded"], "shraded"),
+        ("", [f"{STRATEGY}zero3", "--trainer.strategy.cpu_offload=true"], "cpu_offload"),
         (
             "",
             ["--trainer.strategy.bucket_mib=-3"],
@@ -208,16 +187,12 @@ CLASS = "strategy: {class_path: lightning_zero.ZeroStrategy, init_args: {%s}}"
             [],
             "HostOffload with optimizer=False and parameters=False offloads no",
         ),
-        ("", ["--trainer.stratgy=zero2"], "arguments: --trainer.stratgy=zero2. Did you mean trainer.strategy?"),
-        ("stratgy: zero2", [], "stratgy'. Did you mean trainer.strategy?"),
-        ("", ["--trainer.max_epochs=x"], "trainer.max_epochs: expected one of int, null, found 'x'."),
-        ("", ["--optimizer=torch.optim.Adam", "--optimizer.lrr=1"], "Adam has no argument 'lrr'. Did you mean lr?"),
-        ("", ["--optimizer=nowhere.Adam"], "optimizer: No module named 'nowhere', found 'nowhere.Adam'."),
-        ("max_epochs: [", [], "error: Problems parsing config: while parsing a flow "),
+        ("", ["--trainer.stratgy=zero2"], "--trainer.stratgy=zero2"),
+        ("", ["--trainer.max_epochs=x"], "trainer.max_epochs"),
     ],
 )
 @pytest.mark.parametrize("commands", [False, True])
-def test_a_wrong_option_is_named_in_one_line(
+def test_a_wrong_option_is_named_without_the_usage(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     commands: bool,
@@ -236,9 +211,9 @@ def test_a_wrong_option_is_named_in_one_line(
         )
 
     assert stopped.value.code == 2
-    tip, error = (line for line in capsys.readouterr().err.splitlines() if line.startswith(("tip: ", "error: ", "  ")))
-    assert tip.endswith("--help")
-    assert message in error
+    said = capsys.readouterr().err
+    assert message in said
+    assert "usage:" not in said
 
 
 @pytest.mark.usefixtures("_bare_command_line")
@@ -251,59 +226,6 @@ def test_a_model_that_nobody_named_is_asked_for(capsys: pytest.CaptureFixture[st
     assert error.endswith(
         "fit.model. Nothing says which class the model is of: give it, as in --model my_module.MyModel."
     )
-
-
-class Wide(BoringModel):
-    """Has an argument."""
-
-    def __init__(self, width: int = 1) -> None:
-        super().__init__()
-        self.width = width
-
-
-class Sized(BoringDataModule):
-    """Has one too."""
-
-    def __init__(self, size: int = 1) -> None:
-        super().__init__()
-        self.size = size
-
-
-@pytest.mark.usefixtures("_bare_command_line")
-@pytest.mark.filterwarnings("ignore:.*will be overridden by")
-@pytest.mark.parametrize("own", [True, False], ids=["args", "sys.argv"])
-@pytest.mark.parametrize("order", ["config first", "classes first", "arguments first"])
-def test_classes_stand_before_and_behind_the_configuration_with_their_arguments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str, own: bool
-) -> None:
-    trainer = "{accelerator: cpu, devices: 1, logger: false, enable_checkpointing: false, fast_dev_run: true}"
-    config = ["--config", str(tmp_path / "fit")]  # also the name of a command
-    (tmp_path / "fit").write_text(
-        f"trainer: {trainer}\nmodel: {{width: 7}}\ndata: {{size: 8}}\noptimizer: {{lr: 0.5}}\n"
-        "lr_scheduler: {step_size: 3}\n"
-    )
-    named = {"model": "tests.test_cli.Wide", "data": "tests.test_cli.Sized", "optimizer": "torch.optim.SGD"}
-    classes = [f"--{name}={path}" for name, path in named.items()]
-    classes += ["--lr_scheduler", "torch.optim.lr_scheduler.StepLR"]
-    later = ["--optimizer.momentum=0.9"]
-    orders = {"config first": [*config, *classes, *later], "classes first": [*classes, *config, *later]}
-    arguments = ["fit", *orders.get(order, [*later, *config, *classes])]
-    if not own:
-        monkeypatch.setattr(sys, "argv", ["script", *arguments])
-    cli = ZeroCLI(
-        trainer_class=Idle, save_config_callback=None, seed_everything_default=False, args=arguments if own else None
-    )
-
-    assert (cli.model.width, cli.datamodule.size) == (7, 8)
-    optimizer, scheduler = (cli.config.fit[name].init_args for name in ("optimizer", "lr_scheduler"))
-    assert (optimizer.lr, optimizer.momentum, scheduler.step_size) == (0.5, 0.9, 3)
-
-
-class Idle(Trainer):
-    """Runs nothing."""
-
-    def fit(self, *_: object, **__: object) -> None:
-        """Pass."""
 
 
 class Picky(BoringModel):

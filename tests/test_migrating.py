@@ -92,3 +92,10 @@ def test_names_of_strategies_are_registered() -> None:
     shown = {span for span in spans(PAGE) if re.fullmatch(r"zero\d(_offload)?", span)}
     assert shown <= known
     assert {"zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"} <= shown
+
+
+def test_the_trainer_of_the_twin_package_refuses_the_strategy() -> None:
+    twin = pytest.importorskip("pytorch_lightning")
+    for strategy in ("zero3", lightning_zero.ZeroStrategy()):
+        with pytest.raises(ValueError, match=r"invalid strategy name: `strategy=('zero3'|<ZeroStrategy for )"):
+            twin.Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False)

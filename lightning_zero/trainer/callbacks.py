@@ -37,7 +37,6 @@ from lightning_zero.engine.full import gathered
 from lightning_zero.errors import ParameterAccessError, ZeroError, add_note, some
 from lightning_zero.shards.binding import is_absent
 from lightning_zero.shards.slice import checksum
-from lightning_zero.trainer.foreign import attribute_of_ddp
 
 __all__ = [
     "TRAINERS",
@@ -103,8 +102,8 @@ def refuse_unsynced(module: nn.Module) -> None:
     """Raise ParameterAccessError if code has switched the average of gradients off, as it is done on DDP's wrapper."""
     if vars(module).get("require_backward_grad_sync") is False:
         raise ParameterAccessError(
-            f"`require_backward_grad_sync = False` on {type(module).__name__} changes nothing: "
-            f"{attribute_of_ddp('require_backward_grad_sync')}"
+            f"`require_backward_grad_sync = False` on {type(module).__name__} changes nothing: no DDP wraps it here. "
+            "Write `with self.trainer.strategy.block_backward_sync():` around the backward."
         )
 
 

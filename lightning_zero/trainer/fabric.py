@@ -36,7 +36,7 @@ from lightning_zero.optim.gradients import clip_by_norm, clip_by_value, gradient
 from lightning_zero.session.module_state import left_out_of
 from lightning_zero.session.session import ZeroSession
 from lightning_zero.trainer.callbacks import refuse_synced_norms
-from lightning_zero.trainer.foreign import answer_foreign_names, attribute_of_ddp
+from lightning_zero.trainer.foreign import answer_foreign_names
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.processes import DEFAULT_TIMEOUT, Processes, StartMethod, leave_group_of_one
 
@@ -74,11 +74,6 @@ class _ShardedModule(nn.Module):
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
         self._session.engine.reduce_gradients = bool(value)
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in self._modules and (advice := attribute_of_ddp(name)) is not None:
-            raise AttributeError(f"{type(self.module).__name__} has no attribute {name!r}. {advice}")
-        return super().__getattr__(name)
 
 
 @opaque_to_dynamo

@@ -140,13 +140,6 @@ class ZeroPrecision(Dtypes, Precision):
             return plugin
         if any(type(plugin) is getattr(module, kind) for module in (fabric, pytorch) for kind in _KINDS):
             return cls(plugin.precision, scaler=getattr(plugin, "scaler", None))  # type: ignore[arg-type]
-        if type(plugin).__module__.startswith("pytorch_lightning."):  # its Trainer gives a strategy this first
-            raise ValueError(
-                "This Trainer is of the package `pytorch_lightning`, of which it gave ZeroStrategy a "
-                f"{type(plugin).__name__}, and lightning_zero works with its twin `lightning`, whose classes are "
-                "others. Write `import lightning.pytorch as pl` instead of `import pytorch_lightning as pl`, for "
-                "Trainer, modules and callbacks alike."
-            )
         raise ValueError(
             f"{type(plugin).__name__} is not supported by ZeroStrategy. Use precision= one of "
             f"{', '.join(get_args(PrecisionName))}, or pass ZeroPrecision(...) as a plugin."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -40,10 +41,11 @@ from lightning_zero.config import (
 )
 from lightning_zero.debug import note_optimizers
 from lightning_zero.engine import ZeroEngine
+from lightning_zero.errors import ParameterAccessError
 from lightning_zero.optim.state import ConstantState
 from lightning_zero.session.checkpoints import Checkpoints, require_lightning
 from lightning_zero.session.module_state import left_out_of
-from lightning_zero.trainer.averaging import Averages, copy_whole
+from lightning_zero.trainer.averaging import average_slices, copy_whole
 from lightning_zero.trainer.callbacks import (
     TRAINERS,
     Replaced,
@@ -58,7 +60,7 @@ from lightning_zero.trainer.callbacks import (
     refuse_unsynced,
     without_modules,
 )
-from lightning_zero.trainer.foreign import answer_foreign_names, explain_attribute
+from lightning_zero.trainer.foreign import answer_foreign_names
 from lightning_zero.trainer.loaders import Batches
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.processes import DEFAULT_TIMEOUT, StartMethod
@@ -158,7 +160,7 @@ class ZeroStrategy(Batches):
         self._timeout = validate_timeout(timeout)
         self._replaced, self._held = Replaced(), Replaced()
         self._laid_out = False  # in the running fit, validation, ...
-        self._averages: Averages | None = None
+        self._averaging: list[Callback] = []  # callbacks that average slices
 
     def __repr__(self) -> str:
         """What Lightning shows where it takes a strategy of another kind."""
@@ -265,7 +267,7 @@ class ZeroStrategy(Batches):
         self.session.relaying = self._relaying
         self.checkpoints.begin(training=fitting)
         if self._absent:
-            self._averages = Averages(callbacks, self.session, self._module, self._replaced)
+            self._averaging = average_slices(callbacks, self.session, self._module, self._replaced)
         if fitting:
             policy, is_underway = self.settings.checkpoint, self.checkpoints.is_underway
             adapt_fit(trainer, self._module, policy, self._absent, is_underway, self._replaced)
@@ -276,9 +278,13 @@ class ZeroStrategy(Batches):
 
     @contextmanager
     def _relaying(self) -> Iterator[None]:
-        with nullcontext() if self._averages is None else self._averages.carried():
-            yield
-            self._wire()
+        if self._averaging:
+            raise ParameterAccessError(
+                f"Parameters thawed in mid-fit, whose slices {type(self._averaging[0]).__name__} averages: they would "
+                "be cut anew. Thaw before the fit, or use stage 1 or 2 in full precision."
+            )
+        yield
+        self._wire()
 
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]
         """Where tensors are made while a module is built: on the host, because only parts stay on the device."""
@@ -353,7 +359,6 @@ class ZeroStrategy(Batches):
 
     def on_exception(self, exception: BaseException) -> None:
         """Leave no pinned slot and no half-reduced gradient behind."""
-        explain_attribute(exception, self._module)
         self.tell_failure(exception)
         if self._session is not None:
             self._session.abandon()
@@ -367,7 +372,7 @@ class ZeroStrategy(Batches):
         if self.accelerator is not None:
             self.accelerator.teardown()
         self._replaced.release()
-        self._laid_out = False
+        self._laid_out, self._averaging = False, []
         if self._session is not None:
             self._session.rest()
         if (watch := current_watch()) is not None:

@@ -12,7 +12,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 
 from lightning_zero.extensions.planner.command import Planner, add_plan_options
 from lightning_zero.extensions.planner.options import WHAT
-from lightning_zero.trainer.cli import DEFAULT_STRATEGY, ZeroCLI, classes_first
+from lightning_zero.trainer.cli import DEFAULT_STRATEGY, ZeroCLI
 
 __all__ = ["PlanCLI", "planner_of"]
 
@@ -57,7 +57,7 @@ class PlanCLI(ZeroCLI):
             self.config = parser.parse_object(args)
         else:
             args = [re.sub(r"^--data(?==\w|$)", "--data.class_path", arg) for arg in args or ()]
-            self.config = parser.parse_args(classes_first(args, ()))
+            self.config = parser.parse_args(args)
         self.config["seed_everything"] = False
 
     def instantiate_classes(self) -> None:
