@@ -331,7 +331,7 @@ class MemoryMonitor(StepMonitor):
         self._watermark: Beside | None = None
         self._expected: StageMemory | None = None
         self._held: MemoryStats | None = None
-        self._beside = 0
+        self._peak = 0
         self._process: dict[str, int] = {}
 
     def attach(self, strategy: ZeroStrategy) -> None:
@@ -355,9 +355,11 @@ class MemoryMonitor(StepMonitor):
         self.detach(engine)
         adapters = map(strategy.adapter, strategy.optimizers)
         self._held = memory_stats(engine, chain.from_iterable(adapter.tensors() for adapter in adapters))
-        self._beside = max(self._beside, beside)
+        without = self._held.total - self._held.beside - self._held.device["gradients"]
+        peak = max(self._held.total, without + beside)
+        self._peak = max(self._peak, peak)
         self._process = _process_nbytes(engine.device)
-        self.log_numbers(trainer, self._metrics(beside), logging_step(trainer))
+        self.log_numbers(trainer, self._metrics(peak), logging_step(trainer))
 
     def tables(self) -> list[list[tuple[str, ...]]]:
         """The last measured step, and the largest peak."""
@@ -374,7 +376,7 @@ class MemoryMonitor(StepMonitor):
             rows.append(("beside the plan", readable_size(held.beside), "", ""))
         totals = (held.total, expected.rest.total, expected.peak.total)
         rows.append(("total without activations", *map(readable_size, totals)))
-        rows.append(("engine at its peak", readable_size(held.total - held.beside + self._beside), "", ""))
+        rows.append(("engine at its peak", readable_size(self._peak), "", ""))
         for category, nbytes in expected.host.items() if held.host else ():
             rows.append((f"host: {category}", readable_size(held.host[category]), readable_size(nbytes), ""))
         if held.disk or expected.disk.total:
@@ -384,14 +386,14 @@ class MemoryMonitor(StepMonitor):
                 rows.append((title, readable_size(self._process[f"{where}/{what}"]), "", ""))
         return [rows]
 
-    def _metrics(self, beside: int) -> dict[str, float]:
+    def _metrics(self, peak: int) -> dict[str, float]:
         held, expected = self._held, self._expected
         if held is None or expected is None:
             return {}
         found: dict[str, float] = {f"zero/memory/rest/{name}": nbytes for name, nbytes in held.device.items()}
         found["zero/memory/rest/beside"] = held.beside
         found["zero/memory/rest/total"] = held.total
-        found["zero/memory/peak/total"] = held.total - held.beside + beside
+        found["zero/memory/peak/total"] = peak
         for when, memory in (("rest", expected.rest), ("peak", expected.peak)):
             planned = {name: nbytes for name, nbytes in memory.items() if name != "activations"}  # nobody planned any
             found |= {f"zero/memory/expected_{when}/{name}": nbytes for name, nbytes in planned.items()}
@@ -517,10 +519,10 @@ def memory_stats(
 
 
 class Beside:
-    """Observes spans: the ``most`` bytes on the device that a step takes beside what rests there.
+    """Observes spans: the ``most`` bytes on the device, at one moment of a step, of gradients and of what is there for
+    the step only: buffers of the pool, and gradients carried from one reduction to the next.
 
-    Made when nothing runs. They are slots that were given back before, stand in for one that is taken, or are gradients
-    carried from one reduction to the next.
+    Made when nothing runs.
     """
 
     def __init__(self, engine: ZeroEngine) -> None:
@@ -528,13 +530,24 @@ class Beside:
         self._resting: dict[int, int] = {}
         self.most = 0
         memory_stats(engine, claimed=self._resting)
+        for key in _unclaimed(_gradients(engine), {}):
+            self._resting.pop(key, None)
 
     def begin(self, span: Span) -> None:
         """Count now."""
-        self.most = max(self.most, sum(_unclaimed(_beside(self._engine), self._resting).values()))
+        found = _unclaimed(chain(_beside(self._engine), _gradients(self._engine)), self._resting)
+        self.most = max(self.most, sum(found.values()))
 
     def end(self, span: Span) -> None:
         """Nothing: a step has so many spans that a look at their beginnings is enough."""
+
+
+def _gradients(engine: ZeroEngine) -> Iterator[Tensor | None]:
+    """Gradients on the device that stay until they are cleared."""
+    offload, buckets = engine.plan.offload, engine._reducer.buckets if engine._reducer is not None else ()
+    yield from (bucket.resident for bucket in buckets)
+    if offload is None or not offload.optimizer:
+        yield from (bucket.shard.there for bucket in buckets)
 
 
 def _beside(engine: ZeroEngine) -> Iterator[Tensor | None]:

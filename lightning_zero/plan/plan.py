@@ -72,7 +72,7 @@ STAGING_BUFFERS = 2
 """Host buffers for each direction, where the host computes for what travels to or from an accelerator: gradients that
 are added to others, and weights that are cast."""
 
-KEPT_NBYTES = 256 * 2**10
+KEPT_NBYTES = 64 * 2**10
 """A buffer of fewer bytes stays on a CPU from step to step: the views of it are worth more than its memory."""
 
 CAST_NBYTES = 16 * 2**20
