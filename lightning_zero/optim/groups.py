@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from operator import is_
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.comm import ControlGroup
 from lightning_zero.shards.slice import Slice
 
-__all__ = ["BeforeStep", "Note", "ParamGroups", "restore_options"]
-
-
-BeforeStep = Callable[[str, Sequence[int], Callable[[ControlGroup], None], Callable[[], bool]], None]
-"""Lets all ranks agree that they are about to take the same step; collective: every rank.
-
-It gets the optimizer's label; 64-bit numbers that have to be equal on all ranks; what is called on every rank if they
-are not, to find out and raise if it matters; and what tells whether the step is what called.
-"""
-
-
-Note = Callable[[str, int], None]
-"""Called with what user code writes, so that the ranks find out whether all did: to what, in words that mean the same
-on every rank, and a number that tells what is there now from others."""
+__all__ = ["ParamGroups", "restore_options"]
 
 
 class ParamGroups:

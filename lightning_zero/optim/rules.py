@@ -5,7 +5,7 @@ An optimizer with a ``step`` of its own, or an ``_init_group``, gets whole param
 as long as it treats each parameter on its own. One that takes a norm over all of them, counts them, goes by their
 places, or draws random numbers would train something else on every rank, and nobody would see it. So before the first
 step a copy of it steps on small tensors in place of the parameters: once with all of them, and once as each of two
-ranks would see them. What it does only after more steps than a few is not found.
+ranks would see them. What it does only after the first few steps is not seen.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import copy
 import inspect
 import math
 import random
-import sys
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from itertools import product
 from numbers import Real
 from textwrap import shorten
 from typing import Any
@@ -30,10 +30,10 @@ from torch.optim import Optimizer
 from lightning_zero._torch import bare_step, tree_leaves
 from lightning_zero.config import Tier
 from lightning_zero.errors import UnsupportedOptimizerError, ZeroError
-from lightning_zero.optim.agreement import Fingerprint
+from lightning_zero.optim.agreement import lines_of
 from lightning_zero.plan.costs import OptimizerCost
 
-__all__ = ["check_offloadable", "needs_closure", "optimizer_rule", "refuse_closure", "try_in_parts"]
+__all__ = ["check_offloadable", "optimizer_rule", "refuse_closure", "try_in_parts"]
 
 
 def optimizer_rule(optimizer: Optimizer) -> str:
@@ -55,7 +55,7 @@ def optimizer_rule(optimizer: Optimizer) -> str:
             f"{cls.__name__} cannot be sharded: it needs sparse gradients and sharded gradients are dense; use Adam "
             "with the same options instead."
         )
-    if needs_closure(optimizer):
+    if _needs_closure(optimizer):
         return "closure"
     return "whole" if OptimizerCost.of(optimizer).whole else "elementwise"
 
@@ -79,46 +79,34 @@ def check_offloadable(optimizer: Optimizer, label: str, rule: str, tier: Tier, d
             )
 
 
-_REASON = (
+_NEEDS_CLOSURE = (
     "{name} cannot be sharded as it is: its step() turned out to need a closure, to run forward and backward inside of "
     "the step. Let it say so, by an argument without a default: `def step(self, closure)`. Every rank then steps on "
     "whole parameters, which takes the memory that it takes under DDP."
 )
 
 
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether an optimizer needs a closure: ``step`` has an argument ``closure`` without a default, or a copy on small
-    tensors raises without one and calls one that it gets. What is not seen here ends in ``refuse_closure``."""
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Whether ``step`` has an argument ``closure`` without a default, or asks for one in an error of a trial step."""
     step: Any = inspect.unwrap(type(optimizer).step)  # without what torch has wrapped around it
     try:
-        parameters = list(inspect.signature(step).parameters.values())[1:]
+        closure = inspect.signature(step).parameters.get("closure")
     except (TypeError, ValueError):
         return False
-    named = [p for p in parameters if "closure" in p.name]
-    if any(p.name == "closure" and p.default is p.empty for p in named):
-        return True
-    if not named or str(step.__module__).startswith("torch.optim"):
-        return False
-
-    calls: list[None] = []
-
-    def closure() -> Tensor:
-        calls.append(None)
-        return torch.ones((), requires_grad=True)
-
-    with _own_random_numbers(), torch.enable_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for arguments in ({}, {named[0].name: closure}):
-            with suppress(Exception):
-                _stepped(optimizer, None, 1.0, None, **arguments)
-                return bool(calls)
+    if closure is None or str(step.__module__).startswith("torch.optim."):
+        return closure is not None and closure.default is closure.empty
+    try:
+        with _trial():
+            _stepped(optimizer, None, 1.0, None)
+    except Exception as error:
+        return "closure" in repr(error).lower()
     return False
 
 
 def refuse_closure(optimizer: Optimizer, error: BaseException) -> None:
     """Raise what to do instead if ``error``, of a step without a closure, says that the optimizer wants one."""
     if isinstance(error, Exception) and not isinstance(error, ZeroError) and "closure" in repr(error).lower():
-        raise UnsupportedOptimizerError(_REASON.format(name=type(optimizer).__name__)) from error
+        raise UnsupportedOptimizerError(_NEEDS_CLOSURE.format(name=type(optimizer).__name__)) from error
 
 
 _LENGTH = 4  # of a stand-in, in each dimension at most
@@ -149,11 +137,9 @@ def try_in_parts(optimizer: Optimizer, label: str) -> None:
     if type(optimizer).__module__.startswith("torch.optim"):
         return
     try:
-        with _own_random_numbers(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _trial():
             found = _tried(optimizer)
     except Exception as error:
-        refuse_closure(optimizer, error)
         warnings.warn(
             f"{label} could not be tried out on small tensors ({type(error).__name__}: {error}). It gets "
             "whole parameters, each at one rank, which is right if its step() treats every parameter on its own.",
@@ -164,64 +150,54 @@ def try_in_parts(optimizer: Optimizer, label: str) -> None:
         raise UnsupportedOptimizerError(_WHY.format(label=label, found=found))
 
 
-def _tried(optimizer: Optimizer) -> str:
-    """The first difference that any rate and scale show; raises if it steps with no rate."""
-    failures: list[Exception] = []
-    for rate in _RATES:
-        for scale in _SCALES:
-            try:
-                whole = _stepped(optimizer, rate, scale, None)
-            except Exception as error:
-                if math.isfinite(scale):  # it may refuse others
-                    failures.append(error)
-                    break
-            else:
-                if found := _difference(optimizer, rate, scale, whole):
-                    return found
-    if len(failures) == len(_RATES):
-        raise failures[0]
-    return ""
-
-
-def _difference(optimizer: Optimizer, rate: float | None, scale: float, whole: _Stepped) -> str:
-    """What is different if two ranks step on half of the parameters each; empty if nothing is."""
+@contextmanager
+def _trial() -> Iterator[None]:
+    """Around a trial: generators go on afterwards as if nothing had been drawn, and nothing is warned of."""
+    numbers = random.getstate()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        parts = [_stepped(optimizer, rate, scale, rank) for rank in (0, 1)]
-    except Exception as error:
-        return f"raises {type(error).__name__} ({shorten(str(error), 120)})"
-    dealt = [parts[place % 2][0][place] for place in range(len(whole[0]))]
-    if not all(len(a) == len(b) and all(map(_same, a, b)) for a, b in zip(whole[0], dealt, strict=True)):
-        return "gives other numbers"
-    return "" if all(options == whole[1] for _, options in parts) else "leaves other options in its param groups"
+        with torch.random.fork_rng(devices=devices), torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        random.setstate(numbers)
+
+
+def _tried(optimizer: Optimizer) -> str:
+    """What is different if two ranks step on half of the parameters each; raises if it never steps."""
+    failure: Exception | None = None
+    stepped = False
+    for rate, scale in product(_RATES, _SCALES):
+        try:
+            whole, options = _stepped(optimizer, rate, scale, None)
+        except Exception as error:
+            failure = failure or error
+            continue
+        stepped = True
+        try:
+            parts = [_stepped(optimizer, rate, scale, rank) for rank in (0, 1)]
+        except Exception as error:
+            return f"raises {type(error).__name__} ({shorten(str(error), 120)})"
+        dealt = [parts[place % 2][0][place] for place in range(len(whole))]
+        if not all(len(a) == len(b) and all(map(_same, a, b)) for a, b in zip(whole, dealt, strict=True)):
+            return "gives other numbers"
+        if any(options != other for _, other in parts):
+            return "leaves other options in its param groups"
+    if failure is not None and not stepped:
+        raise failure
+    return ""
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.allclose(one, other.to(one.dtype), _BOUND, 0.0, equal_nan=True)
 
 
-@contextmanager
-def _own_random_numbers() -> Iterator[None]:
-    """Whatever is drawn or seeded inside, generators go on afterwards as if nothing had been."""
-    numpy: Any = sys.modules.get("numpy")
-    states = random.getstate(), None if numpy is None else numpy.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(states[0])
-        if numpy is not None:
-            numpy.random.set_state(states[1])
+def _stepped(
+    optimizer: Optimizer, rate: float | None, scale: float, rank: int | None
+) -> tuple[list[list[Tensor]], list[str]]:
+    """Each stand-in and its state after some steps of a copy, and the options of its param groups.
 
-
-_Stepped = tuple[list[list[Tensor]], int]
-
-
-def _stepped(optimizer: Optimizer, rate: float | None, scale: float, rank: int | None, **arguments: Any) -> _Stepped:
-    """Each stand-in and its state after some steps of a copy, and a number for the options of its param groups.
-
-    ``arguments`` are those of the step. ``rank``: which of two it is, ``None``: the only one. ``scale``: that is not
-    finite is one of the first only.
+    ``rank``: which of two it is, ``None``: the only one. A ``scale`` that is not finite is one of the first parameter.
     """
     torch.manual_seed(0)
     random.seed(0)
@@ -247,10 +223,10 @@ def _stepped(optimizer: Optimizer, rate: float | None, scale: float, rank: int |
     for step in gradients:
         for place, (parameter, gradient) in enumerate(zip(stepped, step, strict=True)):
             parameter.grad = gradient if parameter.requires_grad and rank in (None, place % 2) else None
-        bare_step(twin)(**arguments)
+        bare_step(twin)()
     values = [[p, *(v for v in tree_leaves(twin.state.get(p, {})) if isinstance(v, Tensor))] for p in stepped]
     found = [[v.detach() for v in each if v.is_floating_point() or v.is_complex()] for each in values]
-    return found, Fingerprint(twin, "", whole=True).take([])
+    return found, lines_of(twin, "", [])
 
 
 def _copied(optimizer: Optimizer, stand_ins: dict[int, Any]) -> Optimizer:

@@ -2,36 +2,42 @@
 
 Elementwise optimizers step on 1-D slices, bit-identical to the whole. Every rank keeps every parameter in its place in
 the groups, with 0 elements where it owns nothing, so parameter indices mean the same everywhere and step counters
-agree. How they step on each tier of memory is in ``optim/stepper.py``.
+agree. With offload ``optim/stepper.py`` updates the masters, otherwise the optimizer's own step does.
 
 Optimizers that need whole matrices get them at one owner rank (``optim/whole.py``). During a step their groups hold the
-whole parameters this rank owns *and* the shard parameters of all, which show no gradient then, so that the optimizer
-passes them over. Shards are in the groups during a step only: see [Note: the user's view of an optimizer].
+whole parameters this rank owns *and* the shard parameters of all, without gradients, so that the optimizer passes them
+over. Shards are in the groups during a step only: see [Note: the user's view of an optimizer].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.comm import Collectives
+from lightning_zero.comm import Collectives, ControlGroup
 from lightning_zero.errors import UnsupportedOptimizerError, some
 from lightning_zero.optim.agreement import Fingerprint
-from lightning_zero.optim.groups import BeforeStep, Note, ParamGroups, restore_options
-from lightning_zero.optim.hooks import Kept, StepHooks, holds, kept_of
+from lightning_zero.optim.groups import ParamGroups, restore_options
+from lightning_zero.optim.hooks import StepHooks, is_hooked
 from lightning_zero.optim.rules import check_offloadable, optimizer_rule, try_in_parts
-from lightning_zero.optim.segments import members_of
-from lightning_zero.optim.state import SCALARS, copied, covers
-from lightning_zero.optim.stepper import Steps
+from lightning_zero.optim.state import SCALARS, StateHomes, copied, covers
+from lightning_zero.optim.stepper import Stepper, Steps, members_of
 from lightning_zero.optim.visible import OptimizerView
-from lightning_zero.optim.whole import OwnedWhole, WholeState
+from lightning_zero.optim.whole import WholeParameters, WholeState
+from lightning_zero.shards.sharded import ShardedTensor
 from lightning_zero.shards.slice import Slice
 
-__all__ = ["ShardedOptimizer", "optimizer_rule"]
+__all__ = ["BeforeStep", "ShardedOptimizer", "optimizer_rule"]
+
+BeforeStep = Callable[[str, Sequence[int], Callable[[ControlGroup], None], Callable[[], bool]], None]
+"""Lets all ranks agree that they are about to take the same step; collective: every rank.
+
+It gets the optimizer's label; 64-bit numbers that have to be equal on all ranks; what is called on every rank if they
+are not, to find out and raise if it matters; and what tells whether the step is what called.
+"""
 
 
 class ShardedOptimizer:
@@ -45,10 +51,11 @@ class ShardedOptimizer:
         note: called with what user code writes to state.
         writable: whether the user can write to the masters at any time, because parameters show them; whole parameters
             are then brought up to date before every step.
-        steps: how the run's optimizers step, by the tier of the masters.
+        steps: how the run's optimizers update offloaded masters; ``None`` without offload.
 
     Raises:
-        UnsupportedOptimizerError: if the optimizer cannot be sharded, or not be stepped on where its masters rest.
+        UnsupportedOptimizerError: if the optimizer cannot be sharded, or not step where its masters are, or has trained
+            in an earlier fit.
         ValueError: if it holds parameters that are not the model's.
         OffloadError: on every rank, if one has no space for the optimizer's state.
 
@@ -63,34 +70,39 @@ class ShardedOptimizer:
         collectives: Collectives,
         before_step: BeforeStep,
         after_step: Callable[[Mapping[int, Sequence[nn.Parameter]]], None],
-        note: Note,
+        note: Callable[[str, int], None],
         writable: bool = False,
         steps: Steps | None = None,
     ) -> None:
+        if is_hooked(optimizer):
+            raise UnsupportedOptimizerError(
+                f"{label} has trained in an earlier fit, whose slices of its state do not belong to this one. Build a "
+                "new optimizer in configure_optimizers. To go on with the state, save a checkpoint and resume from it: "
+                "`trainer.fit(..., ckpt_path=...)`."
+            )
         self.optimizer = optimizer
         self.label = label
         self.rule = optimizer_rule(optimizer)
-        kept = kept_of(optimizer)
-        if self.rule == "whole" and kept is None:
+        if self.rule == "whole":
             try_in_parts(optimizer, label)
         self.units: dict[int, list[nn.Parameter]] = {}
         """Units with parameters that this optimizer may change, in order, and these: the same on every rank."""
         self._before_step, self._after_step = before_step, after_step
         self._members = ParamGroups(optimizer, label, owned)
-        self._adopted: set[Slice] = set()
-        self._hand_out = partial(OwnedWhole, collectives=collectives, writable=writable)
-        self._whole: OwnedWhole | None = None
-        steps = steps or Steps()
-        self.homes = steps.homes(optimizer, label, None if kept is None else kept.homes)
-        self._stepper = steps.stepper(optimizer, self.homes)
-        self._view = OptimizerView(optimizer, label, owned, self.homes, note, whole=self.rule == "whole")
+        self.homes = StateHomes() if steps is None else steps.homes(optimizer, label)
+        self._stepper: Stepper | None = None
+        if steps is not None and self.rule != "whole":
+            self._stepper = steps.stepper(optimizer, self.homes)
+        self._view = OptimizerView(optimizer, label, owned, note, whole=self.rule == "whole")
+        self._whole: WholeParameters | None = None
+        if self.rule == "whole":
+            entries = [entry for group in self._members.current() for entry in group]
+            self._check_offloadable(entries)
+            self._whole = WholeParameters(entries, collectives, writable)
         self.adopt_new_groups()
-        if kept is not None:
-            self.load_named_state(kept.state_for(owned, collectives), [{} for _ in optimizer.param_groups])
-            kept.let_go()
         self._fingerprint = Fingerprint(optimizer, label, whole=self._whole is not None)
         self._hooks = StepHooks(optimizer, self._before, self._after)
-        holds(optimizer, self.keep)
+        self._retired = False
 
     @property
     def state(self) -> MutableMapping[Any, dict[str, Any]]:
@@ -122,25 +134,31 @@ class ShardedOptimizer:
         self._hooks.forget()
         self._leave()
 
-    def keep(self) -> Kept:
-        """Give the optimizer back: its groups hold the user's parameters, its state waits for another fit. Local."""
+    def hand_over(self) -> None:
+        """Give the optimizer back without state, to be adapted to another engine. Local."""
         self._hooks.remove()
-        self._leave()
-        self._take_over()
-        kept = Kept(self.optimizer, self.label, list(self._all_entries()), self._named_state_of(), self.homes)
-        self._view.let_go()
-        self._stepper.forget()
-        return kept
+        self._give_up()
 
     def retire(self) -> None:
-        """Give the optimizer back, as ``keep`` does, and nothing in files. Local."""
-        self.keep().give_up_files()
+        """Give up the state, and refuse to step: the run goes on with other optimizers. Local."""
+        self._retired = True
+        self._give_up()
+
+    def _give_up(self) -> None:
+        self._leave()
+        self._view.let_go()
+        self.homes.release()
 
     # ------------------------------------------------------------------- steps
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if len(args) > 1 or kwargs:  # the first is the optimizer
             self._refuse_closures(args, kwargs)
+        if self._retired:
+            raise RuntimeError(
+                f"{self.label} is an optimizer of an earlier fit and is not part of the run that the model is in now, "
+                "so its step would train nothing. Build a new one in configure_optimizers."
+            )
         view, members = self._view, self._members
         self._leave()  # of a step that raised
         if replaced := view.replaced:
@@ -151,9 +169,9 @@ class ShardedOptimizer:
             self.adopt_new_groups()
         view.enter()
         try:
-            if self._whole is None:
-                view.pass_over(self._stepper.run())
-            else:
+            if self._stepper is not None:
+                self._stepper.run()
+            elif self._whole is not None:
                 self._whole.begin(self.entries)
         except BaseException:
             self._leave()
@@ -169,7 +187,7 @@ class ShardedOptimizer:
 
     def _after(self) -> None:
         if self._whole is not None:
-            self._whole.parameters.publish()
+            self._whole.publish()
         self._leave()
         self._after_step(self.units)
 
@@ -177,8 +195,7 @@ class ShardedOptimizer:
         """Let the user see gradients, groups and state again. May be called again."""
         if self._whole is not None:
             self._whole.leave()
-        if self._view.entered:
-            self._view.leave()
+        self._view.leave()
 
     # -------------------------------------------------------------- adaptation
 
@@ -186,43 +203,55 @@ class ShardedOptimizer:
         """Take over what is new in groups and state, at set-up or between steps, before anybody goes by them. An
         optimizer with whole parameters refuses new ones. Collective: every rank, if there is something to take over."""
         self._leave()  # of a step that raised
-        members = self._members.current()
-        if members is self._view.members and not self._view.replaced:
+        members, view = self._members.current(), self._view
+        if members is view.members and not view.replaced:
             return
-        fresh = [[entry for entry in entries if entry not in self._adopted] for entries in members]
-        entries = [entry for group in fresh for entry in group]
-        for tier, entry in {e.flat.rest.master: e for e in entries if e.parameter is not None}.items():
-            check_offloadable(self.optimizer, self.label, self.rule, tier, entry.user.device)
-        if self.rule == "whole" and entries:
-            if self._whole is not None:
+        known = {entry for group in view.members for entry in group}
+        fresh = [[entry for entry in entries if entry not in known] for entries in members]
+        self._check_offloadable([entry for group in fresh for entry in group])
+        whole = self._whole
+        if whole is None:
+            view.stand_ins = [[] if self._stepper else [entry.target for entry in group] for group in members]
+        else:
+            if any(entry not in whole.places for group in members for entry in group):
                 raise UnsupportedOptimizerError(
                     f"{self.label}: add_param_group after set-up is not supported for {type(self.optimizer).__name__}, "
                     "whose parameters are handed out to owner ranks at set-up. Put all parameters in groups from the "
                     "start."
                 )
-            self._whole = self._hand_out(entries)
-        self._stepper.take_over(fresh, self._take_over)
-        self._adopted.update(entries)
-        shards = self._stepper.members = members_of(members)
+            own = [[p for entry in group if (p := whole.owned(entry)) is not None] for group in members]
+            view.stand_ins = [
+                [*first, *(entry.target for entry in group)] for first, group in zip(own, members, strict=True)
+            ]
+        view.members = members
+        shards = members_of(members)
+        if self._stepper is None:
+            self._take_over()
+        else:
+            self._stepper.take_over(fresh, self._take_over)
+            self._stepper.members = shards
         self.units = {}
         for member in sorted(shards, key=lambda member: member.entry.unit):
             self.units.setdefault(member.entry.unit, []).append(member.entry.user)
-        self._view.step_on(members, [self._stepped_on(group) for group in members])
 
-    def _stepped_on(self, members: Sequence[Slice]) -> list[nn.Parameter]:
-        """What stands in a group during a step: shards, and before them the whole parameters that this rank owns."""
-        whole = [] if self._whole is None else [p for entry in members if (p := self._whole.owned(entry)) is not None]
-        return [*whole, *(entry.target for entry in members)]
+    def _check_offloadable(self, entries: Sequence[Slice]) -> None:
+        for tier, entry in {e.flat.rest.master: e for e in entries if e.parameter is not None}.items():
+            check_offloadable(self.optimizer, self.label, self.rule, tier, entry.user.device)
 
     def _take_over(self) -> None:
         """Take over state that a constructor has made, or user code has put in place of all that was there. Local."""
         if self._view.replaced:
-            self._stepper.forget()
             self._view.take_over(self._put)
 
     def _put(self, entry: Slice, state: dict[str, Any]) -> None:
         if self._whole is None:
-            self.state[entry.target] = self._view.cut(entry, state)
+            slices = {}
+            for key, value in list(state.items()):
+                if isinstance(value, ShardedTensor):  # a copy of what was shown
+                    if value.source.place is not entry:
+                        value.source.refuse(f"it was put where the state '{key}' of '{entry.name}' belongs")
+                    slices[key] = self.homes.put(entry, key, state.pop(key).own)
+            self.state[entry.target] = slices | self.homes.adopt(entry, state)
         elif state and (whole := self._whole.owned(entry)) is not None:
             self.state[whole] = {
                 key: copied(value.to(whole.device) if isinstance(value, Tensor) and value.dim() else value)
@@ -235,29 +264,19 @@ class ShardedOptimizer:
         """Optimizer state by parameter name, also of parameters that were taken out of the groups. Collective: every
         rank, for an optimizer with whole parameters; local otherwise."""
         self._take_over()
-        return self._named_state_of()()
-
-    def _all_entries(self) -> Iterable[Slice]:
-        """Those of the groups in their order, then what the user has taken out of them, for a while perhaps."""
-        return dict.fromkeys([*self.entries, *self._members.owned.values()])
-
-    def _named_state_of(self) -> Callable[[], dict[str, WholeState]]:
-        """What gives the state as it is now, and does not hold the optimizer."""
         named: dict[str, WholeState] = {}
         if self._whole is None:
-            for entry in self._all_entries():
+            for entry in self._view.entries():
                 if state := self.state.get(entry.target):
                     slices = {key: value for key, value in state.items() if covers(value, entry.place.numel)}
                     values = {key: value for key, value in state.items() if key not in slices}
                     named[entry.name] = WholeState(slices, values)
-            return lambda: named
-        whole = self._whole
-        states = [None if (p := whole.owned(entry)) is None else self.state.get(p) for entry in whole.dealt]
-        return lambda: {
-            entry.name: state
-            for entry, state in zip(whole.dealt, whole.parameters.state_to_slices(states), strict=True)
-            if state.slices or state.values
-        }
+            return named
+        states = [None if (p := self._whole.owned(e)) is None else self.state.get(p) for e in self._whole.places]
+        for entry, found in zip(self._whole.places, self._whole.state_to_slices(states), strict=True):
+            if found.slices or found.values:
+                named[entry.name] = found
+        return named
 
     def slices_state(self, entry: Slice, key: str, shape: Sequence[int]) -> bool:
         """Whether state of a full ``shape`` covers the parameter's elements, so that each rank takes its slice."""
@@ -274,9 +293,8 @@ class ShardedOptimizer:
 
     def make_room(self) -> None:
         """Give up state that is about to be loaded anew, where there is no memory for both: off the device."""
-        if self._stepper.steps.range_numel is not None and self._whole is None:
+        if self._stepper is not None:
             self.state.clear()
-            self._stepper.forget()
 
     def load_named_state(self, state: Mapping[str, WholeState], groups: Sequence[Mapping[str, Any]]) -> None:
         """Take over state by parameter name, as ``named_state`` gives it, and options of each param group, of which
@@ -287,26 +305,26 @@ class ShardedOptimizer:
                 f"{self.label} has {len(self.optimizer.param_groups)} param groups, the checkpoint has {len(groups)}. "
                 "Build the optimizer with the same groups as when the checkpoint was saved."
             )
-        restore_options(self.optimizer, groups, self._stepper.steps.own_options)
+        # With offload these options would be refused at set-up.
+        own = ("params",) if self._stepper is None else ("params", "capturable", "differentiable")
+        restore_options(self.optimizer, groups, own)
         self.state.clear()
-        self._stepper.forget()
         if self._whole is not None:
             whole = self._whole
-            if lost := sorted(state.keys() - {entry.name for entry in whole.dealt}):
+            if lost := sorted(state.keys() - {entry.name for entry in whole.places}):
                 raise UnsupportedOptimizerError(
                     f"{self.label} has state for {some(map(repr, lost))}, which are in none of its param groups, and "
                     f"would lose it now that the module is laid out anew: {type(self.optimizer).__name__} needs whole "
                     "parameters. Leave them in their groups, with `requires_grad` set to False."
                 )
             whole.load()
-            found = whole.parameters.state_from_slices([state.get(e.name, WholeState()) for e in whole.dealt])
-            for entry, values in zip(whole.dealt, found, strict=True):
+            found = whole.state_from_slices([state.get(entry.name, WholeState()) for entry in whole.places])
+            for entry, values in zip(whole.places, found, strict=True):
                 if values and (parameter := whole.owned(entry)) is not None:
                     self.state[parameter] = values
         else:
-            for entry in self._all_entries():
+            for entry in self._view.entries():
                 if (loaded := state.get(entry.name)) is not None:
-                    self._view.users.setdefault(entry.target, entry.user)
                     slices = {key: self.homes.put(entry, key, value) for key, value in loaded.slices.items()}
                     self.state[entry.target] = {**loaded.values, **slices}
         self._view.show()
@@ -316,4 +334,4 @@ class ShardedOptimizer:
         for state in self.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())
         if self._whole is not None:
-            yield from (whole for entry in self._whole.dealt if (whole := self._whole.owned(entry)) is not None)
+            yield from (whole for entry in self._whole.places if (whole := self._whole.owned(entry)) is not None)

@@ -1,4 +1,4 @@
-"""State of elementwise optimizers: what of it is this rank's slice, and where that is kept."""
+"""State of elementwise optimizers: which of it is this rank's slice, and where that is kept."""
 
 from __future__ import annotations
 
@@ -44,20 +44,17 @@ class Kind(NamedTuple):
 class StateHomes:
     """Where the state of one optimizer is: in memory, beside the masters. An extension keeps it elsewhere."""
 
-    lasts = True
-    """Whether state is still there when the run has given up its tiers of memory."""
-
     def slice_for(self, entry: Slice, key: str, dtype: torch.dtype) -> Tensor:
         """1-D, the elements of the parameter that are here: what to write its state to. Any content."""
         with untracked():
             return torch.empty(entry.place.numel, dtype=dtype, device=entry.device)
 
     def put(self, entry: Slice, key: str, value: Tensor) -> Tensor:
-        """A slice of state that was loaded, where it belongs; itself if it is there already."""
+        """Bring a slice of state that was loaded where it belongs; itself if it is there already."""
         return in_memory(value)
 
     def release(self) -> None:
-        """Let another optimizer of the same run have the room. State that is still there must not be used."""
+        """Let another optimizer of the same run use the room: this one's state is given up."""
 
     def adopt(self, entry: Slice, state: MutableMapping[str, Any]) -> dict[str, Any]:
         """State that was made for a whole parameter, cut to this rank's slice and put in its place. ``state`` is

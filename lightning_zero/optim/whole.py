@@ -12,46 +12,20 @@ fewer parameters than ranks some ranks own none.
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero._torch import tree_map_only, untracked
 from lightning_zero.comm import Collectives
+from lightning_zero.optim.state import is_like
 from lightning_zero.plan.buckets import ROUND_NBYTES, Piece, deal_out, plan_rounds
 from lightning_zero.shards.slice import Slice
 
-__all__ = ["OwnedWhole", "WholeEntry", "WholeParameters", "WholeState", "resharded", "whole_entries"]
-
-
-@dataclass(frozen=True, eq=False)
-class WholeEntry:
-    """One parameter of a full ``shape``, as all ranks together hold it. ``shard``, 1-D, is this rank's slice of the
-    master; ``ranges`` say for every rank which element of the flattened parameter it holds first, and how many it
-    holds."""
-
-    shape: tuple[int, ...]
-    shard: Tensor
-    ranges: Sequence[tuple[int, int]]
-
-    @property
-    def numel(self) -> int:
-        """Elements of the whole parameter."""
-        return math.prod(self.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the master, hence of the whole parameter and of its gradient."""
-        return self.shard.dtype
-
-
-def whole_entries(entries: Sequence[Slice], world_size: int) -> list[WholeEntry]:
-    """What ``WholeParameters`` has to know of each of these parameters."""
-    return [WholeEntry(tuple(e.spec.shape), e.data, e.ranges(world_size)) for e in entries]
+__all__ = ["WholeParameters", "WholeState"]
 
 
 @dataclass(frozen=True)
@@ -64,53 +38,89 @@ class WholeState:
     values: dict[str, Any] = field(default_factory=dict)
 
 
+class _Dealt(NamedTuple):
+    """What ``plan_rounds`` has to know of a parameter: for every rank the first element of its slice, and how many."""
+
+    numel: int
+    dtype: torch.dtype
+    ranges: Sequence[tuple[int, int]]
+
+
 class WholeParameters:
-    """Hands each parameter to an owner rank and back; one all-to-all takes at most ``round_nbytes`` bytes from, or
-    gives them to, one rank. Entries are in the same order on every rank, and equal but for ``shard``.
+    """Hands each parameter of one optimizer to an owner rank and back, around its steps.
+
+    Args:
+        entries: the parameters, in the same order on every rank.
+        writable: whether the masters may be written to at any time, so that the whole parameters are loaded before
+            every step.
+        round_nbytes: how many bytes one all-to-all takes at most from, or gives to, one rank.
 
     Collective: every rank, in construction (which loads the whole parameters) and as stated.
     """
 
     def __init__(
-        self, entries: Sequence[WholeEntry], collectives: Collectives, *, round_nbytes: int = ROUND_NBYTES
+        self,
+        entries: Sequence[Slice],
+        collectives: Collectives,
+        writable: bool = False,
+        *,
+        round_nbytes: int = ROUND_NBYTES,
     ) -> None:
-        self._entries = tuple(entries)
+        self.places = {entry: place for place, entry in enumerate(entries)}
+        self.stale = False
+        """Whether something other than the step has written to the masters."""
+        self._writable = writable
         self._collectives = collectives
-        self._owners = deal_out([entry.numel for entry in self._entries], collectives.world_size)
-        self._device = entries[0].shard.device if entries else torch.device("cpu")
-        self._rounds = plan_rounds(self._entries, self._owners, collectives.rank, round_nbytes)
-        self._dtypes: list[torch.dtype | None] = [entry.dtype for entry in self._entries]
+        self._owners = deal_out([entry.spec.numel for entry in entries], collectives.world_size)
+        self._device = entries[0].data.device if entries else torch.device("cpu")
+        dealt = [_Dealt(e.spec.numel, e.data.dtype, e.ranges(collectives.world_size)) for e in entries]
+        self._rounds = plan_rounds(dealt, self._owners, collectives.rank, round_nbytes)
+        self._dtypes: list[torch.dtype | None] = [entry.data.dtype for entry in entries]
         with untracked():
             self._whole = [None if empty is None else nn.Parameter(empty) for empty in self._empty(self._dtypes)]
+        self._hidden: list[tuple[nn.Parameter, Tensor | None]] = []
         self.load()
 
-    def whole(self, index: int) -> nn.Parameter | None:
-        """The full-shape parameter at its owner, ``None`` on every other rank. The object stays the same."""
-        return self._whole[index]
+    def owned(self, entry: Slice) -> nn.Parameter | None:
+        """The whole parameter, if this rank owns it. The object stays the same."""
+        return self._whole[self.places[entry]]
 
     def load(self) -> None:
         """Masters to whole parameters, after the masters were written from outside. Collective: every rank."""
-        self._move([entry.shard for entry in self._entries], self._whole, self._dtypes, "masters", to_owners=True)
+        self._move([entry.data for entry in self.places], self._whole, self._dtypes, "masters", to_owners=True)
+        self.stale = False
+
+    def begin(self, members: Sequence[Slice]) -> None:
+        """Give owners what their step needs, and hide the gradients of ``members``. Which parameters have gradients is
+        the same on every rank. Collective: every rank."""
+        if self.stale or self._writable:
+            self.load()
+        gradients = [entry.gradient for entry in self.places]
+        dtypes = [None if g is None else dtype for g, dtype in zip(gradients, self._dtypes, strict=True)]
+        received = self._empty(dtypes)
+        self._move(gradients, received, dtypes, "gradients", to_owners=True)
+        for entry, whole, gradient in zip(self.places, self._whole, received, strict=True):
+            if whole is not None:
+                whole.grad = gradient
+                vars(whole).update(vars(entry.user))  # marks that user code has left, as a factor
+        self._hidden = [(shard, shard.grad) for entry in members if (shard := entry.parameter) is not None]
+        for shard, _ in self._hidden:
+            shard.grad = None
 
     def publish(self) -> None:
         """Whole parameters to all ranks' masters, after an optimizer step that used up the gradients. Collective: every
         rank."""
-        shards = [entry.shard for entry in self._entries]
+        shards = [entry.data for entry in self.places]
         self._move(shards, self._whole, self._dtypes, "updated parameters", to_owners=False)
         for whole in self._whole:
             if whole is not None:
                 whole.grad = None
 
-    def collect_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Set ``.grad`` of the whole parameters from this rank's 1-D slices; ``None`` where no rank has a gradient: the
-        same entries on every rank, also on ranks that hold nothing of them. Collective: every rank.
-        """
-        dtypes = [None if g is None else entry.dtype for g, entry in zip(gradients, self._entries, strict=True)]
-        received = self._empty(dtypes)
-        self._move(gradients, received, dtypes, "gradients", to_owners=True)
-        for whole, gradient in zip(self._whole, received, strict=True):
-            if whole is not None:
-                whole.grad = gradient
+    def leave(self) -> None:
+        """Show the gradients again. May be called again."""
+        for shard, gradient in self._hidden:
+            shard.grad = gradient
+        self._hidden = []
 
     # ------------------------------------------------------------------- state
 
@@ -119,8 +129,8 @@ class WholeParameters:
         ``None`` the entry is left out; dtypes are the same on every rank. Collective: every rank."""
         with untracked():
             slices = [
-                None if dtype is None else torch.empty(entry.shard.numel(), dtype=dtype, device=entry.shard.device)
-                for entry, dtype in zip(self._entries, dtypes, strict=True)
+                None if dtype is None else torch.empty(entry.data.numel(), dtype=dtype, device=self._device)
+                for entry, dtype in zip(self.places, dtypes, strict=True)
             ]
         self._move(slices, tensors, dtypes, "optimizer state", to_owners=False)
         return slices
@@ -128,7 +138,7 @@ class WholeParameters:
     def share(self, values: Sequence[Any]) -> list[Any]:
         """Give every rank the owner's value of each entry: small things, tensors (which arrive on the CPU) included.
         Collective: every rank."""
-        if not self._entries:
+        if not self.places:
             return []
         rank, world_size = self._collectives.rank, self._collectives.world_size
         mine = {index: values[index] for index, owner in enumerate(self._owners) if owner == rank}
@@ -144,15 +154,17 @@ class WholeParameters:
         shared: dict[int, Any] = {}
         for part in blobs:
             shared |= torch.load(io.BytesIO(part.cpu().numpy().tobytes()), weights_only=False)
-        return [shared[index] for index in range(len(self._entries))]
+        return [shared[index] for index in range(len(self.places))]
 
     def state_to_slices(self, states: Sequence[Mapping[str, Any] | None]) -> list[WholeState]:
         """The optimizer's state as every rank saves it, of ``optimizer.state[whole(i)]`` at each entry's owner.
         Collective: every rank."""
         sliced: list[dict[str, Tensor]] = []
         described = []
-        for entry, state in zip(self._entries, states, strict=True):
-            parts = {key: value for key, value in (state or {}).items() if _is_like(value, entry)}
+        for entry, state in zip(self.places, states, strict=True):
+            # Not of a scalar: that may be a step counter.
+            like = {key for key, value in (state or {}).items() if is_like("step", value, entry.spec.shape)}
+            parts = {key: value for key, value in (state or {}).items() if key in like}
             values = {key: value for key, value in (state or {}).items() if key not in parts}
             sliced.append(parts)
             described.append(({key: part.dtype for key, part in parts.items()}, values))
@@ -187,10 +199,10 @@ class WholeParameters:
         """Memory for whole tensors at their owners, ``None`` where there is no dtype."""
         with untracked():
             return [
-                torch.empty(entry.shape, dtype=dtype, device=entry.shard.device)
+                torch.empty(entry.spec.shape, dtype=dtype, device=self._device)
                 if dtype is not None and owner == self._collectives.rank
                 else None
-                for entry, dtype, owner in zip(self._entries, dtypes, self._owners, strict=True)
+                for entry, dtype, owner in zip(self.places, dtypes, self._owners, strict=True)
             ]
 
     def _move(
@@ -203,7 +215,7 @@ class WholeParameters:
     ) -> None:
         """From all ranks' slices to whole tensors at their owners, or back: in each round one all-to-all per dtype of
         the entries that take part. Every rank decides alike which those are."""
-        starts = [entry.ranges[self._collectives.rank][0] for entry in self._entries]
+        starts = [entry.start for entry in self.places]
         flat = [None if tensor is None else tensor.detach().reshape(-1) for tensor in whole]
         for turn in self._rounds:
             for dtype in sorted({dtype for i in turn.entries if (dtype := dtypes[i]) is not None}, key=str):
@@ -218,8 +230,17 @@ class WholeParameters:
     def _exchange(
         self, sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]], dtype: torch.dtype, what: str
     ) -> None:
-        what = f"{what} of whole-matrix optimizers"
-        _exchange(sent, received, dtype, self._device, self._collectives, what)
+        """One all-to-all: what is ``sent`` to each rank, 1-D, goes where that rank has room for it in ``received``."""
+        with untracked():
+            none = torch.empty(0, dtype=dtype, device=self._device)
+            source = torch.cat([none, *(view.to(dtype) for views in sent for view in views)])
+            sent_numel, received_numel = ([sum(map(torch.numel, views)) for views in side] for side in (sent, received))
+            output = torch.empty(sum(received_numel), dtype=dtype, device=self._device)
+            what = f"{what} of whole-matrix optimizers"
+            self._collectives.all_to_all(output, source, received_numel, sent_numel, what).wait()
+            places = [place for views in received for place in views]
+            for place, values in zip(places, output.split_with_sizes(list(map(torch.numel, places))), strict=True):
+                place.copy_(values)
 
 
 def _view(tensors: Sequence[Tensor | None], piece: Piece, start: int) -> Tensor:
@@ -233,126 +254,6 @@ def _view(tensors: Sequence[Tensor | None], piece: Piece, start: int) -> Tensor:
     return tensor.detach().narrow(0, piece.start - start, piece.numel)
 
 
-def _exchange(
-    sent: Sequence[Sequence[Tensor]],
-    received: Sequence[Sequence[Tensor]],
-    dtype: torch.dtype,
-    device: torch.device,
-    collectives: Collectives,
-    what: str,
-) -> None:
-    """One all-to-all: what is ``sent`` to each rank, 1-D, is written to what that rank has for it in ``received``."""
-    with untracked():
-        source = torch.cat(
-            [torch.empty(0, dtype=dtype, device=device), *(v.to(dtype) for views in sent for v in views)]
-        )
-        sent_numel, received_numel = ([sum(map(torch.numel, views)) for views in side] for side in (sent, received))
-        output = torch.empty(sum(received_numel), dtype=dtype, device=device)
-        collectives.all_to_all(output, source, received_numel, sent_numel, what).wait()
-        places = [place for views in received for place in views]
-        for place, values in zip(places, output.split_with_sizes(list(map(torch.numel, places))), strict=True):
-            place.copy_(values)
-
-
-def _is_like(value: Any, entry: WholeEntry) -> bool:
-    """Whether a state value covers the parameter's elements. Not of a scalar: that may be a step counter."""
-    return isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) == entry.shape
-
-
 def _on_device(values: Any, device: torch.device) -> Any:
     """Copies on ``device``; single numbers stay where they are, as torch's optimizers want their step counters."""
     return tree_map_only(Tensor, lambda t: t.detach().clone().to(device if t.dim() else t.device), values)
-
-
-class OwnedWhole:
-    """Around the steps of one optimizer: parameters whole at their owners, and its shard parameters without gradients.
-
-    With ``writable`` the masters may be written to at any time, so the whole parameters are loaded before every step.
-    """
-
-    def __init__(self, entries: Sequence[Slice], collectives: Collectives, writable: bool) -> None:
-        self.dealt = {entry: place for place, entry in enumerate(entries)}
-        """What is whole at owners, and its place there."""
-        self.parameters = WholeParameters(whole_entries(entries, collectives.world_size), collectives)
-        self.stale = False
-        """Whether something other than the step has written to the masters."""
-        self._writable = writable
-        self._hidden: list[tuple[nn.Parameter, Tensor | None]] = []
-
-    def owned(self, entry: Slice) -> nn.Parameter | None:
-        """The whole parameter, if this rank owns it."""
-        return self.parameters.whole(self.dealt[entry])
-
-    def load(self) -> None:
-        """Masters to whole parameters. Collective: every rank."""
-        self.parameters.load()
-        self.stale = False
-
-    def begin(self, members: Sequence[Slice]) -> None:
-        """Give owners what their step needs, and hide the gradients of ``members``. Collective: every rank."""
-        if self.stale or self._writable:
-            self.load()
-        shards = [entry.parameter for entry in self.dealt]
-        self.parameters.collect_gradients([None if shard is None else shard.grad for shard in shards])
-        for entry in self.dealt:
-            if (whole := self.owned(entry)) is not None:
-                vars(whole).update(vars(entry.user))  # marks that user code has left, as a factor
-        self._hidden = [(shard, shard.grad) for entry in members if (shard := entry.parameter) is not None]
-        for shard, _ in self._hidden:
-            shard.grad = None
-
-    def leave(self) -> None:
-        """Show the gradients again. May be called again."""
-        for shard, gradient in self._hidden:
-            shard.grad = gradient
-        self._hidden = []
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# State that was cut for one engine, for another
-
-
-def resharded(
-    state: Sequence[WholeState],
-    pairs: Sequence[tuple[Slice, Slice]],
-    collectives: Collectives,
-    device: torch.device,
-) -> list[WholeState]:
-    """State of each parameter, cut as its old entry is, cut anew as its new entry is; ``pairs`` are old and new.
-
-    ``state`` is emptied, one kind after the other, so that only one kind is held twice. The wire begins and ends on
-    ``device``, wherever state rests. Collective: every rank, with the same parameters and kinds of state.
-    """
-    rank, world_size = collectives.rank, collectives.world_size
-    old = [entry.ranges for entry in whole_entries([before for before, _ in pairs], world_size)]
-    new = [entry.ranges for entry in whole_entries([now for _, now in pairs], world_size)]
-    cut = []
-    for (_, entry), one in zip(pairs, state, strict=True):
-        values = {
-            key: value.to(entry.device) if isinstance(value, Tensor) and entry.flat.rest.offloaded else value
-            for key, value in one.values.items()
-        }
-        cut.append(WholeState(values=values))
-    kinds = {(key, value.dtype) for one in state for key, value in one.slices.items()}
-    for key, dtype in sorted(kinds, key=str):
-        chosen = [i for i, one in enumerate(state) if key in one.slices and one.slices[key].dtype is dtype]
-        before = [state[i].slices.pop(key).to(device) for i in chosen]
-        with untracked():
-            now = [torch.empty(new[i][rank][1], dtype=dtype, device=device) for i in chosen]
-        sent, received = (
-            [
-                [_overlap(values, mine[i][rank], theirs[i][other]) for i, values in zip(chosen, tensors, strict=True)]
-                for other in range(world_size)
-            ]
-            for tensors, mine, theirs in ((before, old, new), (now, new, old))
-        )
-        _exchange(sent, received, dtype, device, collectives, f"'{key}' of an optimizer of an earlier fit")
-        for i, target in zip(chosen, now, strict=True):
-            cut[i].slices[key] = target.to(pairs[i][1].device)
-    return cut
-
-
-def _overlap(values: Tensor, held: tuple[int, int], wanted: tuple[int, int]) -> Tensor:
-    """The elements of a slice that another range has too, as a view. Ranges are a first element and how many."""
-    start, stop = max(held[0], wanted[0]), min(sum(held), sum(wanted))
-    return values.narrow(0, start - held[0], stop - start) if start < stop else values.narrow(0, 0, 0)

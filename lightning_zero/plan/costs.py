@@ -6,10 +6,10 @@ and what an allocator keeps in reserve.
 [Note: memory of a step]
 
 A step passes over the masters in one of three ways. *Loop*, torch's default on the CPU: one parameter after the other,
-so what it makes has the size of the largest, beside what Python still holds of the one before; small ones, which are
-put together and are few bytes, are left out. *Foreach*, the default on accelerators: each operation passes over all
-parameters of a group before the next one begins, so what it makes has the size of all of them. *Fused*: one pass, which
-makes nothing. Numbers are those of torch 2.11 to 2.15; a test counts them.
+so what it makes has the size of the largest, beside what Python still holds of the one before. *Foreach*, the default
+on accelerators: each operation passes over all parameters of a group before the next one begins, so what it makes has
+the size of all of them. *Fused*: one pass, which makes nothing. Numbers are those of torch 2.11 to 2.15; a test counts
+them.
 
 [Note: counting traffic]
 
@@ -59,8 +59,6 @@ from lightning_zero.registry import extension
 
 __all__ = [
     "ADAM",
-    "SEGMENT_NUMEL",
-    "SMALL_NUMEL",
     "CollectiveTraffic",
     "DiskBytes",
     "HostBytes",
@@ -80,12 +78,6 @@ __all__ = [
 ]
 
 # ----------------------------------------------------------------------------------------------------------- optimizers
-
-SMALL_NUMEL = 4_096
-"""Elements of the largest parameter that a step on a CPU puts together with others."""
-
-SEGMENT_NUMEL = 65_536
-"""Elements that are put together at most: in float32 256 KiB, which a core's cache holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -629,16 +621,9 @@ def _step_nbytes(
     plan: Plan, layouts: Sequence[FlatLayout], rank: int, optimizer: OptimizerCost, accelerator: bool
 ) -> int:
     """What an elementwise optimizer makes."""
-    parts = [(part.numel, layout.dtype.itemsize) for layout in layouts for part in layout.slices(rank)]
-    small = [numel * itemsize for numel, itemsize in parts if 0 < numel <= SMALL_NUMEL]
-    together = 0
-    if small and not accelerator:  # copies of the parameters and the gradients, and what is made for them
-        parts = [part for part in parts if not 0 < part[0] <= SMALL_NUMEL]
-        most = SEGMENT_NUMEL * max(itemsize for _, itemsize in [*parts, (0, 4)])
-        together = 2 * min(sum(small), most) + optimizer.step_nbytes([min(sum(small), most)], accelerator)
-    sizes = [numel * itemsize for numel, itemsize in parts]
+    sizes = [part.numel * layout.dtype.itemsize for layout in layouts for part in layout.slices(rank)]
     # The user's order is that of registration as a rule, and buckets are in the opposite one.
-    return max(together, optimizer.step_nbytes(sizes if plan.placement.shards_parameters else sizes[::-1], accelerator))
+    return optimizer.step_nbytes(sizes if plan.placement.shards_parameters else sizes[::-1], accelerator)
 
 
 # -------------------------------------------------------------------------------------------- the plan as users have it

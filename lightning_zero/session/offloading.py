@@ -11,7 +11,7 @@ from lightning_zero.comm import ControlGroup, Streams
 from lightning_zero.config import HostOffload, NvmeOffload, Offload
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.offload import MemoryTiers
-from lightning_zero.optim.stepper import RANGE_NUMEL, Steps
+from lightning_zero.optim.stepper import Steps
 from lightning_zero.plan import Plan
 from lightning_zero.registry import extension
 
@@ -36,13 +36,13 @@ def make_tiers(
     return MemoryTiers(device, streams, pin_nbytes=None if pin is None else int(pin * 2**20))
 
 
-def make_steps(engine: ZeroEngine, local_ranks: int) -> Steps:
-    """How optimizers step on an engine's shards, which are where its tiers have put them."""
+def make_steps(engine: ZeroEngine, local_ranks: int) -> Steps | None:
+    """How optimizers update an engine's offloaded masters; ``None`` without offload."""
     offload = engine.plan.offload
     if offload is None or not offload.optimizer:
-        return Steps()
+        return None
     threads = step_threads(offload, local_ranks, engine.device)
-    steps = Steps(range_numel=RANGE_NUMEL, threads=threads, publish=engine.unit_stepped, agree=engine.agree_stepped)
+    steps = Steps(threads=threads, publish=engine.unit_stepped, agree=engine.agree_stepped)
     return cast(Steps, extension("nvme").make_steps(engine, steps)) if isinstance(offload, NvmeOffload) else steps
 
 

@@ -13,13 +13,15 @@ from lightning_zero._torch import tree_map_only
 from lightning_zero.checkpoint import FlatShard, StoredTensor
 from lightning_zero.checkpoint.format.stored import read_slices
 from lightning_zero.engine import ZeroEngine
+from lightning_zero.engine.full import whole
 from lightning_zero.errors import some
+from lightning_zero.offload import in_memory
 from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.optim.whole import WholeState
 from lightning_zero.session.names import unmoved, unwrapped
 from lightning_zero.shards.slice import Slice
 
-__all__ = ["OptimizerState"]
+__all__ = ["OptimizerState", "cut_anew", "read_into_memory"]
 
 _SAME_GROUPS = "Build the optimizer with the same groups as when the checkpoint was saved, or load the weights only."
 
@@ -184,6 +186,32 @@ class OptimizerState:
                 on_device = key != "step" or self._optimizer.steps_on_device(entry)
                 into.values[key] = loaded.to(device=data.device if on_device else loaded.device, dtype=dtype)
         return into
+
+
+def read_into_memory(states: Sequence[Mapping[str, WholeState]]) -> None:
+    """Read the slices that are in files, which are about to go. Raises ``OffloadError`` if a disk failed. Local."""
+    for state in states:
+        for one in state.values():
+            one.slices.update({key: in_memory(value) for key, value in one.slices.items()})
+
+
+def cut_anew(state: Mapping[str, WholeState], former: ZeroEngine, engine: ZeroEngine) -> dict[str, WholeState]:
+    """State by parameter name, cut as the ``former`` engine's masters, cut as those of the ``engine`` that took its
+    place. Whole state is in memory for a layout at a time. Collective: every rank."""
+    new = {entry.user: entry for entry in engine.shards.values()}
+    layouts: dict[int, list[Slice]] = {}
+    for entry in former.shards.values():
+        if entry.name in state:
+            layouts.setdefault(id(entry.layout), []).append(entry)
+    found = {new[e.user].name: WholeState(values=state[e.name].values) for e in chain(*layouts.values())}
+    for entries in layouts.values():
+        for key in sorted({key for entry in entries for key in state[entry.name].slices}):
+            pieces = {
+                entry: piece for entry in entries if (piece := state[entry.name].slices.pop(key, None)) is not None
+            }
+            for user, tensor in whole(engine, pieces, f"'{key}' of an optimizer").items():
+                found[new[user].name].slices[key] = new[user].of(tensor).to(new[user].device, copy=True)
+    return found
 
 
 def _read_whole(value: Tensor) -> Tensor:

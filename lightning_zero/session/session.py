@@ -20,7 +20,6 @@ from lightning_zero.engine.full import give_back, whole_gradients
 from lightning_zero.errors import ParameterAccessError, some
 from lightning_zero.meta import MetaValues
 from lightning_zero.optim.agreement import agree_on_set_up
-from lightning_zero.optim.hooks import keep_in_memory
 from lightning_zero.optim.rules import optimizer_rule
 from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.plan import check_memory
@@ -29,7 +28,7 @@ from lightning_zero.registry import extension
 from lightning_zero.session.checkpoints import Checkpoints
 from lightning_zero.session.module_state import ModuleState, load_initial_weights
 from lightning_zero.session.offloading import make_steps, make_tiers
-from lightning_zero.session.optimizer_state import OptimizerState
+from lightning_zero.session.optimizer_state import OptimizerState, cut_anew, read_into_memory
 from lightning_zero.shards.binding import is_absent
 
 __all__ = ["Dtypes", "ZeroSession"]
@@ -239,7 +238,10 @@ class ZeroSession:
         with self.relaying():
             gradients = whole_gradients(former)
             optimizers = [adapter.optimizer for adapter in self._adapters.values()]
-            former.control.together("read optimizer state from files", lambda: keep_in_memory(optimizers))
+            states = [adapter.named_state() for adapter in self._adapters.values()]
+            former.control.together("read optimizer state from files", lambda: read_into_memory(states))
+            for adapter in self._adapters.values():
+                adapter.hand_over()
             if self._activations is not None:
                 self._activations.detach()
             self.shard(former.module, self._dtypes, cast=False)
@@ -249,7 +251,10 @@ class ZeroSession:
             if self._buffers is not None:
                 self._buffers.go_on(engine)
             self._prepare_training()
+            states = [cut_anew(state, former, engine) for state in states]
             self.shard_optimizers(optimizers, self._schedulers, writable=self._writable)
+            for adapter, state in zip(self._adapters.values(), states, strict=True):
+                adapter.load_named_state(state, [{} for _ in adapter.optimizer.param_groups])
             for parameter, gradient in gradients.items():
                 binding = engine.access.bindings[parameter]
                 if binding.bucket is not None:  # else it was frozen at the same time, and its gradient goes

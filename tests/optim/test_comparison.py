@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import DivergenceError
-from lightning_zero.optim.agreement import Fingerprint, agree_on_optimizers, described
+from lightning_zero.optim.agreement import Fingerprint, agree_on_set_up
 from tests.helpers.world import ROOT, run_world
 
 NAMES = [["a", "b"], ["c"]]
@@ -138,19 +138,16 @@ def test_the_number_does_not_depend_on_the_process() -> None:
     assert found.split() == [str(number(adamw(lr=0.3))), str(number(adamw(), [["x"], ["y"]]))]
 
 
-# ---------------------------------------------------------------------------------------------------- descriptions
+# ---------------------------------------------------------------------------------------------------------- set-up
 
 
 def told(make: Callable[[int], Any], schedulers: Callable[[int, Any], Any] = lambda rank, optimizer: []) -> list[str]:
     """What three ranks say of what each has made."""
 
     def play(rank: int) -> str:
-        control = ControlGroup(dist.group.WORLD, rank, 3)
-        optimizer, names = make(rank)
+        optimizer = make(rank)
         try:
-            agree_on_optimizers(
-                control, [described(optimizer, "AdamW", names)], schedulers(rank, optimizer), [optimizer]
-            )
+            agree_on_set_up([optimizer], schedulers(rank, optimizer), {}, ControlGroup(dist.group.WORLD, rank, 3))
         except DivergenceError as error:
             return str(error)
         return ""
@@ -160,30 +157,25 @@ def told(make: Callable[[int], Any], schedulers: Callable[[int, Any], Any] = lam
     return [line.strip() for line in said[0].splitlines()]
 
 
-def test_ranks_with_the_same_value_are_named_together() -> None:
-    lines = told(lambda rank: (adamw(lr=0.5 if rank == 1 else 0.25), NAMES))
-    assert "AdamW, param group 0, option 'lr': ranks 0, 2 have 0.25, rank 1 has 0.5" in lines
-    assert "AdamW, param group 1, option 'lr': ranks 0, 2 have 0.25, rank 1 has 0.5" in lines
+def test_the_first_difference_names_rank_group_option_and_values() -> None:
+    lines = told(lambda rank: adamw(lr=0.5 if rank == 1 else 0.25))
+    assert lines[0] == "Rank 1 has another result of configure_optimizers than rank 0. First differences:"
+    assert lines[1:3] == [
+        "rank 0: AdamW, param group 0, option 'lr': 0.25",
+        "rank 1: AdamW, param group 0, option 'lr': 0.5",
+    ]
 
 
-def test_more_differences_than_anyone_reads_are_counted() -> None:
-    lines = told(lambda rank: (adamw(), [[f"layers.{i}" for i in range(rank, 9)], ["c"]]))
-    # rank 0 has 9 parameters in group 0, rank 1 lacks one of them and rank 2 two
-    assert lines[1] == (
-        "AdamW, parameter 'layers.0': rank 0 has it in param group 0, ranks 1, 2 have it in no param group"
-    )
-    many = told(lambda rank: (adamw(), [[f"layers.{rank}.{i}" for i in range(9)], ["c"]]))
-    assert "and 22 more differences" in many  # 27 names, of which 5 are shown
-
-
-def test_a_missing_option_is_called_missing() -> None:
+def test_members_and_classes_are_compared() -> None:
     def make(rank: int) -> Any:
         optimizer = adamw()
-        if rank == 2:
-            optimizer.param_groups[0]["layer"] = "head"
-        return optimizer, NAMES
+        if rank:
+            optimizer.param_groups[1]["params"].append(optimizer.param_groups[0]["params"].pop())
+        return optimizer
 
-    assert "AdamW, param group 0, option 'layer': ranks 0, 1 have no such option, rank 2 has 'head'" in told(make)
+    assert any("param group 0, parameter 1" in line for line in told(make))
+    lines = told(lambda rank: (torch.optim.Adam if rank == 2 else torch.optim.AdamW)([nn.Parameter(torch.zeros(2))]))
+    assert "rank 2: optimizers: torch.optim.adam.Adam" in lines
 
 
 def test_what_differs_only_in_addresses_devices_or_last_bits_is_the_same() -> None:
@@ -201,19 +193,9 @@ def test_what_differs_only_in_addresses_devices_or_last_bits_is_the_same() -> No
         }
         if rank == 1:
             optimizer.param_groups[0] = dict(reversed(optimizer.param_groups[0].items()))
-        return optimizer, NAMES
+        return optimizer
 
     assert told(make) == []
-
-
-def test_nested_options_are_compared_at_set_up() -> None:
-    def make(rank: int) -> Any:
-        optimizer = adamw()
-        optimizer.param_groups[0]["schedule"] = {"warm": [1, 2, {"up": rank == 1}]}
-        return optimizer, NAMES
-
-    (line,) = [line for line in told(make) if "'schedule'" in line]
-    assert "rank 1 has {'warm': [1, 2, {'up': True}]}" in line
 
 
 def test_settings_of_schedulers_count_and_their_state_does_not() -> None:
@@ -222,10 +204,6 @@ def test_settings_of_schedulers_count_and_their_state_does_not() -> None:
         plateau.step(float(rank))
         return [{"scheduler": plateau, "interval": "epoch", "monitor": "loss"}]
 
-    assert told(lambda rank: (adamw(), NAMES), schedulers) == []
-    lines = told(
-        lambda rank: (adamw(), NAMES),
-        lambda rank, optimizer: schedulers(rank, optimizer, patience=3 + (rank == 2), mode="max" if rank else "min"),
-    )
-    assert "scheduler 0 (ReduceLROnPlateau), setting 'patience': ranks 0, 1 have 3, rank 2 has 4" in lines
-    assert "scheduler 0 (ReduceLROnPlateau), setting 'mode': rank 0 has 'min', ranks 1, 2 have 'max'" in lines
+    assert told(lambda rank: adamw(), schedulers) == []
+    lines = told(lambda rank: adamw(), lambda rank, optimizer: schedulers(rank, optimizer, patience=3 + (rank == 2)))
+    assert "rank 2: scheduler 0 (ReduceLROnPlateau), setting 'patience': 4" in lines

@@ -543,7 +543,7 @@ def test_a_second_fit_uses_the_files_of_the_first(store_of: StoreOf) -> None:
     for step in range(2):
         rig.step(step)
     room = rig.store.nbytes_on_disk
-    rig.adapter.keep().give_up_files()
+    rig.adapter.retire()
     assert not rig.optimizer.state
     rig.adapt(adam(rig.parameters))
     whole = Whole(adam)

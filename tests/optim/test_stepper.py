@@ -12,28 +12,10 @@ from torch.optim import Optimizer
 
 from lightning_zero._torch import bare_step
 from lightning_zero.extensions.nvme.step import probe_state
-from lightning_zero.optim.stepper import SegmentStep
+from lightning_zero.optim.stepper import RangeStep
 from tests.optim.test_optimizers import ELEMENTWISE, FUSED
 
 optim = torch.optim
-SIZES = (1, 7, 8, 63, 64, 4099, 100003)
-
-
-class Fused(torch.optim.SGD):
-    """Notes whether it was run fused."""
-
-    seen: set[bool | None]
-
-    def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
-        self.seen.add(group["fused"])
-        return super()._init_group(group, *lists)
-
-
-def sgd(sizes: tuple[int, ...], dtype: torch.dtype, options: dict[str, Any]) -> Fused:
-    generator = torch.Generator().manual_seed(0)
-    optimizer = Fused([nn.Parameter(torch.randn(n, generator=generator).to(dtype)) for n in sizes], **options)
-    optimizer.seen = set()
-    return optimizer
 
 
 def set_gradients(optimizer: Optimizer, step: int) -> None:
@@ -41,36 +23,6 @@ def set_gradients(optimizer: Optimizer, step: int) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-
-
-FUSED_WHEN: list[tuple[dict[str, Any], torch.dtype, bool]] = [
-    ({"lr": 0.1}, torch.float32, True),
-    ({"lr": 0.1, "weight_decay": 0.3}, torch.float32, True),
-    ({"lr": 0.1, "weight_decay": 0.3, "maximize": True}, torch.float64, True),
-    ({"lr": 0.1, "momentum": 0.9}, torch.float32, False),
-    ({"lr": 0.1}, torch.bfloat16, False),
-    ({"lr": 0.1}, torch.float16, False),
-    ({"lr": torch.tensor(0.1)}, torch.float32, False),
-    ({"lr": 0.1, "foreach": False}, torch.float32, False),
-    ({"lr": 0.1, "foreach": True}, torch.float32, False),
-    ({"lr": 0.1, "fused": False}, torch.float32, False),
-]
-
-
-@pytest.mark.parametrize(("options", "dtype", "fused"), FUSED_WHEN)
-def test_fused_runs_where_it_changes_no_bit(options: dict[str, Any], dtype: torch.dtype, fused: bool) -> None:
-    """On every machine that runs this: which bits a fused kernel changes depends on the processor."""
-    plain, bare = sgd(SIZES, dtype, options), sgd(SIZES, dtype, options)
-    before = dict(bare.param_groups[0])
-    for step in range(4):
-        for optimizer in (plain, bare):
-            set_gradients(optimizer, step)
-        plain.step()
-        SegmentStep(bare).bare([bare.param_groups[0]["params"]])
-    assert (True in bare.seen) == fused
-    assert all(bare.param_groups[0][key] is value for key, value in before.items() if key != "params")
-    for expected, found in zip(plain.param_groups[0]["params"], bare.param_groups[0]["params"], strict=True):
-        assert torch.equal(expected, found)
 
 
 def test_no_hook_and_no_scheduler_sees_a_bare_step() -> None:
@@ -99,7 +51,7 @@ def test_only_the_stand_ins_are_stepped_on_and_groups_come_back_after_an_error()
         for parameter in (first, second, third):
             parameter.grad = torch.ones(3)
         third.data.fill_(1.0)
-        step = SegmentStep(optimizer).bare
+        step = RangeStep(optimizer).bare
         if cls is Failing:
             with pytest.raises(ArithmeticError):
                 step([[], [third]])

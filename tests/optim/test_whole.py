@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm import Collectives, GlooCollectives, Groups, LocalCollectives, Pending, Streams
-from lightning_zero.optim.whole import WholeEntry, WholeParameters, WholeState
-from lightning_zero.plan import deal_out
+from lightning_zero.config import Tier
+from lightning_zero.optim.whole import WholeParameters, WholeState
+from lightning_zero.plan import FlatLayout, ParameterSpec, Rest, deal_out
+from lightning_zero.shards.slice import FlatParameters, Slice
 from tests.helpers.world import run_world
 
 MATRICES = {"a": (12, 8), "b": (5, 17), "c": (8, 12), "d": (3, 3)}
@@ -73,37 +75,34 @@ def gradients(shapes: dict[str, tuple[int, ...]], step: int) -> list[Tensor | No
     return found
 
 
-def cut(numel: int, world_size: int) -> list[tuple[int, int]]:
-    """Uneven ranges: rank ``r`` of ``W`` gets about ``r`` shares, so that rank 0 holds nothing if there is another."""
-    shares = world_size * (world_size - 1) // 2 or 1
-    ends = [numel * (r * (r + 1) // 2) // shares for r in range(world_size)]
-    ends[-1] = numel
-    return [(start, end - start) for start, end in zip([0, *ends], ends, strict=False)]
-
-
-def part(tensor: Tensor, ranges: Sequence[tuple[int, int]], rank: int) -> Tensor:
-    start, numel = ranges[rank]
-    return tensor.reshape(-1).narrow(0, start, numel).clone()
-
-
 def make_collectives(rank: int, world_size: int) -> Collectives:
     return GlooCollectives(Groups.create(), Streams(torch.device("cpu"))) if world_size > 1 else LocalCollectives()
 
 
-def make_entries(masters: dict[str, Tensor], rank: int, world_size: int) -> list[WholeEntry]:
-    return [
-        WholeEntry(
-            shape=tuple(value.shape),
-            shard=part(value, cut(value.numel(), world_size), rank),
-            ranges=cut(value.numel(), world_size),
-        )
-        for value in masters.values()
-    ]
+def make_entries(masters: dict[str, Tensor], rank: int, world_size: int) -> list[Slice]:
+    """Half of the parameters in one layout each, the others in one for each dtype."""
+    rest = Rest(master=Tier.DEVICE, weights=None, gradients=Tier.DEVICE, state=Tier.DEVICE)
+    names = list(masters)
+    layouts: dict[Any, list[str]] = {}
+    for place, name in enumerate(names):
+        layouts.setdefault(name if place % 2 else masters[name].dtype, []).append(name)
+    found: dict[str, Slice] = {}
+    for members in layouts.values():
+        dtype = masters[members[0]].dtype
+        specs = [ParameterSpec(name, (), tuple(masters[name].shape), dtype, True) for name in members]
+        layout = FlatLayout.build(specs, world_size, compute_dtype=dtype, reduce_dtype=dtype)
+        parameters = [nn.Parameter(masters[name].clone()) for name in members]
+        master = torch.zeros(layout.shard_numel, dtype=dtype)
+        flat = FlatParameters(layout, parameters, rank, master, [p.data for p in parameters], rest)
+        found.update(zip(members, flat.shards, strict=True))
+    for name, entry in found.items():
+        entry.data.copy_(entry.of(masters[name]))
+    return [found[name] for name in names]
 
 
-def owned(whole: WholeParameters, count: int) -> list[nn.Parameter]:
+def owned(whole: WholeParameters) -> list[nn.Parameter]:
     """With more ranks than parameters, an idle owner's optimizer gets an empty group, as in a real one."""
-    return [parameter for i in range(count) if (parameter := whole.whole(i)) is not None]
+    return [parameter for entry in whole.places if (parameter := whole.owned(entry)) is not None]
 
 
 def make_optimizer(make: Make, params: list[nn.Parameter]) -> Optimizer:
@@ -115,19 +114,21 @@ def make_optimizer(make: Make, params: list[nn.Parameter]) -> Optimizer:
 def step_once(
     whole: WholeParameters,
     optimizer: Optimizer,
-    entries: Sequence[WholeEntry],
+    entries: Sequence[Slice],
     full: Sequence[Tensor | None],
-    rank: int,
 ) -> None:
-    whole.collect_gradients(
-        [None if g is None else part(g, entry.ranges, rank) for g, entry in zip(full, entries, strict=True)]
-    )
+    for gradient, entry in zip(full, entries, strict=True):
+        assert entry.parameter is not None
+        entry.parameter.grad = None if gradient is None else entry.of(gradient).to(entry.data.dtype)
+    whole.begin(entries)
+    assert all(entry.gradient is None for entry in entries)
     optimizer.step()
     whole.publish()
+    whole.leave()
 
 
-def states_of(whole: WholeParameters, optimizer: Optimizer, count: int) -> list[Any]:
-    return [optimizer.state.get(p) if (p := whole.whole(i)) is not None else None for i in range(count)]
+def states_of(whole: WholeParameters, optimizer: Optimizer) -> list[Any]:
+    return [optimizer.state.get(p) if (p := whole.owned(entry)) is not None else None for entry in whole.places]
 
 
 def one_process(make: Make, shapes: dict[str, tuple[int, ...]]) -> list[Tensor]:
@@ -153,11 +154,11 @@ def test_same_bits_as_one_process(name: str, world_size: int, round_nbytes: int)
     def train(rank: int) -> list[Tensor]:
         entries = make_entries(dict(zip(shapes, values(shapes, 0), strict=True)), rank, world_size)
         whole = WholeParameters(entries, make_collectives(rank, world_size), round_nbytes=round_nbytes)
-        optimizer = make_optimizer(make, owned(whole, len(entries)))
+        optimizer = make_optimizer(make, owned(whole))
         for step in range(STEPS):
-            step_once(whole, optimizer, entries, gradients(shapes, step), rank)
-        assert all(parameter.grad is None for parameter in owned(whole, len(entries)))
-        return [entry.shard for entry in entries]
+            step_once(whole, optimizer, entries, gradients(shapes, step))
+        assert all(parameter.grad is None for parameter in owned(whole))
+        return [entry.data for entry in entries]
 
     ranks = run_world(world_size, train)
     for index, expected in enumerate(one_process(make, shapes)):
@@ -172,11 +173,11 @@ def test_resume_in_another_world(name: str) -> None:
     def first(rank: int) -> Any:
         entries = make_entries(dict(zip(shapes, values(shapes, 0), strict=True)), rank, 3)
         whole = WholeParameters(entries, make_collectives(rank, 3), round_nbytes=1000)
-        optimizer = make_optimizer(make, owned(whole, len(entries)))
+        optimizer = make_optimizer(make, owned(whole))
         for step in range(STEPS // 2):
-            step_once(whole, optimizer, entries, gradients(shapes, step), rank)
-        saved = whole.state_to_slices(states_of(whole, optimizer, len(entries)))
-        return [entry.shard for entry in entries], [(state.slices, state.values) for state in saved]
+            step_once(whole, optimizer, entries, gradients(shapes, step))
+        saved = whole.state_to_slices(states_of(whole, optimizer))
+        return [entry.data for entry in entries], [(state.slices, state.values) for state in saved]
 
     halves = run_world(3, first)
     shards = [list(parts) for parts in zip(*(masters for masters, _ in halves), strict=True)]
@@ -186,20 +187,20 @@ def test_resume_in_another_world(name: str) -> None:
     def second(rank: int) -> list[Tensor]:
         entries = make_entries(dict(zip(shapes, full, strict=True)), rank, 2)
         whole = WholeParameters(entries, make_collectives(rank, 2))
-        optimizer = make_optimizer(make, owned(whole, len(entries)))
+        optimizer = make_optimizer(make, owned(whole))
         restored = []
         for entry, parts in zip(entries, states, strict=True):
             slices = {key: torch.cat([piece[key] for piece, _ in parts]) for key in parts[0][0]}
-            cut_again = {key: part(value, entry.ranges, rank) for key, value in slices.items()}
+            cut_again = {key: entry.of(value) for key, value in slices.items()}
             restored.append(WholeState(slices=cut_again, values=parts[0][1]))
-        for i, state in enumerate(whole.state_from_slices(restored)):
-            parameter = whole.whole(i)
+        for entry, state in zip(entries, whole.state_from_slices(restored), strict=True):
+            parameter = whole.owned(entry)
             assert (state is None) == (parameter is None)
             if parameter is not None and state:
                 optimizer.state[parameter] = state
         for step in range(STEPS // 2, STEPS):
-            step_once(whole, optimizer, entries, gradients(shapes, step), rank)
-        return [entry.shard for entry in entries]
+            step_once(whole, optimizer, entries, gradients(shapes, step))
+        return [entry.data for entry in entries]
 
     ranks = run_world(2, second)
     for index, expected in enumerate(one_process(make, shapes)):
@@ -213,11 +214,11 @@ def test_dtypes_travel_apart_and_unchanged() -> None:
         }
         entries = make_entries(masters, rank, 3)
         whole = WholeParameters(entries, make_collectives(rank, 3), round_nbytes=64)
-        for parameter in owned(whole, len(entries)):
+        for parameter in owned(whole):
             assert torch.equal(parameter, masters[f"{parameter.dtype}"])
             parameter.data.mul_(2)
         whole.publish()
-        return [entry.shard for entry in entries]
+        return [entry.data for entry in entries]
 
     ranks = run_world(3, exchange)
     for index, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64)):
@@ -233,12 +234,12 @@ def test_load_follows_masters_written_from_outside() -> None:
     def reload(rank: int) -> None:
         entries = make_entries({"a": torch.zeros(4, 4), "b": torch.zeros(3)}, rank, 2)
         whole = WholeParameters(entries, make_collectives(rank, 2))
-        before = [whole.whole(i) for i in range(2)]
+        before = [whole.owned(entry) for entry in entries]
         for entry in entries:
-            entry.shard.fill_(5.0)
+            entry.data.fill_(5.0)
         whole.load()
-        for i, parameter in enumerate(before):
-            assert whole.whole(i) is parameter
+        for entry, parameter in zip(entries, before, strict=True):
+            assert whole.owned(entry) is parameter
             assert parameter is None or bool((parameter == 5).all())
 
     run_world(2, reload)
@@ -249,22 +250,11 @@ def test_share_gives_every_rank_the_owners_value() -> None:
         entries = make_entries(dict(zip(MIXED, values(MIXED, 0), strict=True)), rank, 3)
         whole = WholeParameters(entries, make_collectives(rank, 3))
         mine = [{"rank": rank, "row": torch.full((2,), float(rank))} for _ in entries]
-        assert [value["rank"] for value in whole.share(mine)] == deal_out([entry.numel for entry in entries], 3)
+        assert [value["rank"] for value in whole.share(mine)] == deal_out([entry.spec.numel for entry in entries], 3)
         return [value["row"].tolist() for value in whole.share(mine)]
 
     first, *others = run_world(3, share)
     assert all(other == first for other in others)
-
-
-def test_absent_gradients_are_none() -> None:
-    entries = make_entries({"a": torch.zeros(4), "b": torch.zeros(3)}, 0, 1)
-    whole = WholeParameters(entries, LocalCollectives())
-    whole.collect_gradients([torch.ones(4), torch.ones(3)])
-    whole.collect_gradients([None, torch.ones(3, dtype=torch.float64)])
-    first, second = owned(whole, 2)
-    assert first.grad is None
-    assert second.grad is not None
-    assert second.grad.dtype == torch.float32
 
 
 class Measured(LocalCollectives):
@@ -320,7 +310,7 @@ def test_owner_ties_follow_the_order() -> None:
 
 def test_nothing_to_own() -> None:
     whole = WholeParameters([], LocalCollectives())
-    whole.collect_gradients([])
+    whole.begin([])
     whole.publish()
     assert whole.state_to_slices([]) == []
     assert whole.state_from_slices([]) == []

@@ -14,11 +14,10 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
 
-from lightning_zero import HostOffload, NvmeOffload, ZeroStrategy
+from lightning_zero import HostOffload
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
 from tests.strategy.runs import (
-    STAGES,
     Net,
     again,
     assert_same,
@@ -104,7 +103,8 @@ def test_a_plateau_of_a_metric_that_is_not_synced_is_named_before_a_step() -> No
     fits = [(Unsynced, stage) for stage in (1, 2, 3)]
     *told, synced = errors_in_turn(*fits, (Synced, 3), max_epochs=3)
     for errors in told:
-        words = ["param group 0, option 'lr'", "rank 0 has 1.0", "rank 1 has 0.001", "sync_dist=True"]
+        words = ["rank 0: SGD, param group 0, option 'lr': 1\n", "rank 1: SGD, param group 0, option 'lr': 0.001\n"]
+        words.append("sync_dist=True")
         assert_named(errors, "SGD", *words)
     assert synced == ["", ""]
 
@@ -136,9 +136,15 @@ def split_group(module: Custom, optimizer: Any) -> None:
 @pytest.mark.parametrize(
     ("act", "words"),
     [
-        (change_rate, ["option 'lr'", "rank 0 has 0.01", "rank 1 has 0.5"]),
-        (take_out, ["parameter 'model.", "rank 0 has it in param group 0", "rank 1 has it in no param group"]),
-        (split_group, ["number of param groups: rank 0 has 1, rank 1 has 2", "rank 1 has it in param group 1"]),
+        (
+            change_rate,
+            ["rank 0: AdamW, param group 0, option 'lr': 0.01", "rank 1: AdamW, param group 0, option 'lr': 0.5"],
+        ),
+        (
+            take_out,
+            ["rank 0: AdamW, param group 0, parameter 0: 'model.stem.weight'", "parameter 0: 'model.stem.bias'"],
+        ),
+        (split_group, ["rank 0: (nothing more)", "rank 1: AdamW, param group 1, option"]),
     ],
 )
 def test_a_change_on_one_rank_is_named_before_the_step_and_on_all_trains(act: Any, words: list[str]) -> None:
@@ -182,7 +188,7 @@ def test_a_rate_that_is_a_tensor_is_compared_by_value(stage: int) -> None:
 
     acts = [on_rank_1(write), write]
     errors, equal = errors_in_turn(*((lambda act=act: Custom(configure, act), stage) for act in acts))
-    assert_named(errors, "option 'lr'", "rank 0 has 0.125", "rank 1 has 0.25")
+    assert_named(errors, "rank 0: AdamW, param group 0, option 'lr': 0.125", "option 'lr': 0.25")
     assert equal == ["", ""]
 
 
@@ -253,16 +259,22 @@ def foreign(module: Net, here: bool) -> Any:
 
 
 SET_UPS: list[tuple[Callable[[Net, bool], Any], list[str]]] = [
-    (decay, ["AdamW", "param group 2, option 'weight_decay': rank 0 has 0.1, rank 1 has 0.3"]),
-    (lacking, ["AdamW", "parameter 'model.", "rank 0 has it in param group 0, rank 1 has it in no param group"]),
-    (swapped, ["AdamW", "param group 0, order of parameters: at place 0 rank 0 has 'model."]),
-    (other_group, ["parameter 'model.", "rank 0 has it in param group 0, rank 1 has it in param group 1"]),
-    (other_class, ["optimizers: rank 0 has torch.optim.sgd.SGD, rank 1 has", "Other"]),
-    (one_more, ["optimizers: rank 0 has torch.optim.sgd.SGD, torch.optim.sgd.SGD, rank 1 has torch.optim.sgd.SGD"]),
-    (no_scheduler, ["schedulers: rank 0 has torch.optim.lr_scheduler.CosineAnnealingLR, rank 1 has none"]),
-    (other_length, ["scheduler 0 (CosineAnnealingLR), setting 'T_max': rank 0 has 10, rank 1 has 20"]),
-    (other_interval, ["scheduler 0 (LambdaLR), setting 'interval': rank 0 has 'epoch', rank 1 has 'step'"]),
-    (foreign, ["parameter '(not the model's, of shape (3,))': rank 0 has it in no param group"]),
+    (decay, ["rank 0: AdamW, param group 2, option 'weight_decay': 0.1", "option 'weight_decay': 0.3"]),
+    (lacking, ["rank 0: AdamW, param group 0, parameter 0: 'model.stem.weight'", "parameter 0: 'model.stem.bias'"]),
+    (
+        swapped,
+        ["rank 0: AdamW, param group 0, parameter 0: 'model.stem.weight'", "rank 1: AdamW, param group 0, param"],
+    ),
+    (other_group, ["rank 0: AdamW, param group 0, parameter 2: 'model."]),
+    (other_class, ["rank 0: optimizers: torch.optim.sgd.SGD", "rank 1: optimizers: tests."]),
+    (
+        one_more,
+        ["rank 0: optimizers: torch.optim.sgd.SGD, torch.optim.sgd.SGD", "rank 1: optimizers: torch.optim.sgd.SGD"],
+    ),
+    (no_scheduler, ["rank 0: schedulers: torch.optim.lr_scheduler.CosineAnnealingLR"]),
+    (other_length, ["rank 0: scheduler 0 (CosineAnnealingLR), setting 'T_max': 10", "setting 'T_max': 20"]),
+    (other_interval, ["scheduler 0 (LambdaLR), setting 'interval': 'epoch'", "setting 'interval': 'step'"]),
+    (foreign, ["rank 1: SGD, param group 0, parameter", "(not the model's, of shape (3,))"]),
 ]
 
 
@@ -405,107 +417,31 @@ REUSED: dict[str, Callable[[], Once]] = {
 
 
 @pytest.mark.parametrize("name", REUSED)
-def test_the_same_optimizer_goes_on_in_a_second_fit(name: str) -> None:
-    """With another Trainer each time, and with the same."""
+def test_the_same_optimizer_in_a_second_fit_is_an_error_by_name(name: str) -> None:
+    def play(rank: int) -> list[str]:
+        errors: list[str] = []
+        for stage in (1, 3):
+            module = REUSED[name]()
+            with quiet():
+                fit(zero(stage), module)
+                with raised(errors):
+                    fit(zero(stage), module)
+        return errors
 
-    def play(strategy: Strategy) -> dict[str, Any]:
-        results = {}
-        module = REUSED[name]()
-        fit(strategy, module)
-        results["another"] = made(module, fit(again(strategy), module))
-        if isinstance(strategy, ZeroStrategy):  # DDP wraps for one fit only
-            trainer = fit(again(strategy), module)
-            trainer.fit_loop.max_epochs = 2
-            trainer.fit(module, batches(4))
-        else:
-            fit(again(strategy), module)
-            trainer = make_trainer(again(strategy), max_epochs=2)
-            trainer.fit_loop.epoch_progress.current.completed = 1
-            trainer.fit_loop.epoch_progress.current.processed = 1
-            trainer.fit(module, batches(4))
-        results["same"] = {"losses": list(module.losses), "weights": made(module, trainer)["weights"]}
-        return results
-
-    assert_same(each_strategy(play))
-
-
-@pytest.mark.parametrize("name", REUSED)
-def test_the_same_optimizer_goes_on_in_another_stage(name: str) -> None:
-    """Its state is cut anew: the stages have other shards."""
-
-    def play(strategy: Strategy) -> dict[str, Any]:
-        module = REUSED[name]()
-        for stage in (3, 1, 2, 3):
-            trainer = fit(zero(stage) if isinstance(strategy, ZeroStrategy) else again(strategy), module)
-        return made(module, trainer)
-
-    assert_same(each_strategy(play))
-
-
-def test_the_same_optimizer_goes_on_in_host_memory_and_back() -> None:
-    def play(strategy: Strategy) -> dict[str, Any]:
-        module = REUSED["AdamW"]()
-        for offload in (None, HostOffload(), HostOffload(), None):
-            sharded = isinstance(strategy, ZeroStrategy)
-            trainer = fit(zero(STAGES[name_of(strategy)], offload=offload) if sharded else again(strategy), module)
-        return made(module, trainer)
-
-    assert_same(each_strategy(play))
+    for errors in run_world(2, play, timeout=100):
+        assert len(errors) == 2
+        for error in errors:
+            assert "has trained in an earlier fit" in error
+            assert "Build a new optimizer in configure_optimizers" in error
 
 
 def test_an_optimizer_that_has_trained_under_ddp_goes_on() -> None:
     def play(strategy: Strategy) -> dict[str, Any]:
         module = REUSED["AdamW"]()
         fit(DDPStrategy(find_unused_parameters=True), module)
-        fit(strategy, module)
-        return made(module, fit(again(strategy), module))
+        return made(module, fit(strategy, module))
 
     assert_same(each_strategy(play))
-
-
-def test_another_optimizer_in_between_changes_nothing_of_the_first() -> None:
-    def play(strategy: Strategy) -> dict[str, Any]:
-        module = REUSED["AdamW"]()
-        trainer = fit(strategy, module)
-        first, module.kept = module.kept, torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
-        fit(again(strategy), module)
-        module.kept = first
-        first.param_groups[0]["lr"] = 0.02
-        trainer = fit(again(strategy), module)
-        return made(module, trainer)
-
-    assert_same(each_strategy(play))
-
-
-def test_state_in_files_stays_there_in_a_second_fit(tmp_path: Path) -> None:
-    def play(strategy: Strategy) -> dict[str, Any]:
-        module = REUSED["AdamW"]()
-        used = []
-        for _ in range(3):
-            if isinstance(strategy, ZeroStrategy):
-                stage = STAGES[name_of(strategy)]
-                trainer = fit(zero(stage, offload=NvmeOffload(path=tmp_path, buffer_mib=4)), module)
-                used.append(trainer.strategy.engine.tiers.store.nbytes_on_disk)  # type: ignore[union-attr,attr-defined]
-            else:
-                trainer = fit(again(strategy), module)
-        assert len(set(used)) <= 1, used
-        return made(module, trainer)
-
-    assert_same(each_strategy(play))
-
-
-def test_state_in_files_that_are_gone_is_an_error_by_name(tmp_path: Path) -> None:
-    def play(rank: int) -> list[str]:
-        errors: list[str] = []
-        module = REUSED["AdamW"]()
-        with quiet():
-            fit(zero(3, offload=NvmeOffload(path=tmp_path, buffer_mib=4)), module)
-            with raised(errors):
-                fit(zero(3), module)
-        return errors
-
-    for errors in run_world(2, play, timeout=100):
-        assert "AdamW has trained in an earlier fit that kept its state in files" in errors[0]
 
 
 def test_a_step_between_two_fits_is_an_error_by_name() -> None:

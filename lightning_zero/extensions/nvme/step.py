@@ -9,7 +9,7 @@ file. Parameters do not end where windows end:
     windows   [     0     )[     1     )[     2     )[     3     )
     stepped on  a0           a1 b1       b2 c2        c3           (d has no gradient: its end of the file is not read)
 
-Of each window the optimizer gets ranges of parameters: see [Note: segments]. Their state is taken over when the last
+Of each window the optimizer gets ranges of parameters: see [Note: ranges]. Their state is taken over when the last
 window of the unit is done.
 """
 
@@ -34,9 +34,8 @@ from lightning_zero.extensions.nvme.files import FileTensor, fill_from
 from lightning_zero.extensions.nvme.pipeline import Request
 from lightning_zero.extensions.nvme.store import WINDOW_ALIGNMENT, NvmeStore
 from lightning_zero.offload.host import padded_nbytes
-from lightning_zero.optim.segments import Member, Range
 from lightning_zero.optim.state import Kind, StateHomes, covers, is_like
-from lightning_zero.optim.stepper import Memory, Stepper, Steps
+from lightning_zero.optim.stepper import Member, Memory, Range, Stepper, Steps
 from lightning_zero.plan import ALIGNMENT
 from lightning_zero.shards.slice import FlatParameters, Slice
 
@@ -53,8 +52,6 @@ class FileHomes(StateHomes):
 
     The optimizer is not held; its regions are free for others when nobody holds it any more.
     """
-
-    lasts = False
 
     def __init__(self, optimizer: Optimizer, label: str, store: NvmeStore) -> None:
         self.store = store
@@ -176,9 +173,7 @@ class FileSteps(Steps):
     check_room: Callable[[int], None]
     store: NvmeStore
 
-    def homes(self, optimizer: Optimizer, label: str, former: StateHomes | None) -> StateHomes:
-        if isinstance(former, FileHomes) and former.store is self.store:
-            return former
+    def homes(self, optimizer: Optimizer, label: str) -> StateHomes:
         return FileHomes(optimizer, label, self.store)
 
     def stepper(self, optimizer: Optimizer, homes: StateHomes) -> Stepper:
@@ -217,9 +212,9 @@ class _InWindow(Memory):
         region = self._homes.region(self._window.flat, kind)
         region.part(part.member.start + part.start, part.numel).write(values)
 
-    def whole(self, member: Member, kind: Kind, held: Any) -> Tensor:
-        if isinstance(held, FileTensor) and held.dtype == kind.dtype:
-            return held
+    def whole(self, member: Member, kind: Kind, former: Any) -> Tensor:
+        if isinstance(former, FileTensor) and former.dtype == kind.dtype:
+            return former
         return self._homes.part(member.entry, kind)
 
     def _start(self, part: Range) -> int:
@@ -261,14 +256,13 @@ class FileStepper(Stepper):
 
     def _update(self) -> None:
         everything, store = self.members, self._files.store
-        self._segments.changed.clear()
         self._settle(everything)
         members = [member for member in everything if member.parameter.grad is not None]
         # Parameters of which nothing lies on this rank, so that their counters go on as on every rank.
         nothing = Memory(self._optimizer)
         with untracked():
-            self._segments.run([Range(member, 0, 0) for member in members if not member.numel], nothing)
-        self._segments.commit(nothing)
+            self._ranges.run([Range(member, 0, 0) for member in members if not member.numel], nothing)
+        self._ranges.commit(nothing)
         windows = self._plan([member for member in members if member.numel], store)
         last = {window.unit: window for window in windows}
 
@@ -278,7 +272,7 @@ class FileStepper(Stepper):
             memory = self._step(window, buffers)
             window.flat.refresh_part(window.start, buffers[0])
             if window is last[window.unit]:
-                self._segments.commit(memory)
+                self._ranges.commit(memory)
                 self._publish_before(window.unit + 1)
 
         if windows:
@@ -335,7 +329,7 @@ class FileStepper(Stepper):
                 part
                 for member in inside
                 for part in member.ranges(
-                    self._files.range_numel or 1,
+                    self._files.range_numel,
                     max(start, member.start) - member.start,
                     min(end, member.end) - member.start,
                 )
@@ -367,5 +361,5 @@ class FileStepper(Stepper):
             if window.flat.shown is not None:
                 master.copy_(window.flat.shown.narrow(0, window.start, window.numel))
             for ranges in [[part] for part in window.ranges] if foreach else [window.ranges]:
-                self._segments.run(ranges, place)
+                self._ranges.run(ranges, place)
         return place
