@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import os
 import shlex
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Hashable, Mapping
+from contextvars import ContextVar
 from itertools import chain
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, TypeVar
-from weakref import WeakSet
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -25,8 +23,6 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.core import datamodule, saving
 from lightning.pytorch.core import module as lightning_module
 from lightning.pytorch.utilities.migration.utils import migrate_checkpoint, pl_legacy_patch
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.parsing import parse_class_init_keys
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
@@ -148,11 +144,9 @@ def let_lightning_load_directories() -> None:
     These ask no module or strategy, so there is no seam, and the functions are wrapped: ``load_from_checkpoint`` loads
     a directory, and a strategy that reads files says what makes a file of it. All other paths go on as they came.
     """
-    _wrap(
-        (lightning_module, "_load_from_checkpoint", _with_directories),  # private: 2.6
-        (datamodule, "_load_from_checkpoint", _with_directories),
-        (TorchCheckpointIO, "load_checkpoint", _or_consolidate),
-    )
+    _wrap(lightning_module, "_load_from_checkpoint", _with_directories)  # private: 2.6
+    _wrap(datamodule, "_load_from_checkpoint", _with_directories)
+    _wrap(TorchCheckpointIO, "load_checkpoint", _or_consolidate)
 
 
 def let_command_lines_load_directories(cli: Any) -> None:
@@ -160,77 +154,42 @@ def let_command_lines_load_directories(cli: Any) -> None:
 
     The module is not imported here, because jsonargparse takes long, and few trainings use it.
     """
-    _wrap(
-        (cli.LightningCLI, "_parse_ckpt_path", _with_hyperparameters),  # private: 2.6
-        (cli.LightningCLI, "_run_subcommand", _once_parsed),
-    )
+    _wrap(cli.LightningCLI, "_parse_ckpt_path", _with_hyperparameters)  # private: 2.6
 
 
-def _wrap(*functions: tuple[Any, str, Callable[..., Any]]) -> None:
-    for place, name, wrap in functions:
-        original = getattr(place, name, None)
-        if original is not None and not hasattr(original, _OURS):
-            wrapped = functools.wraps(original)(wrap(original))
-            setattr(wrapped, _OURS, True)
-            setattr(place, name, wrapped)
+def _wrap(place: Any, name: str, wrap: Callable[..., Any]) -> None:
+    original = getattr(place, name, None)
+    if original is not None and not hasattr(original, _OURS):
+        wrapped = functools.wraps(original)(wrap(original))
+        setattr(wrapped, _OURS, True)
+        setattr(place, name, wrapped)
 
 
 _HPARAMS: Final = LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
-_PARSED: WeakSet[LightningCLI] = WeakSet()  # those that have taken the hyperparameters of a directory
 _OURS: Final = "loads_directories"  # of a function that is wrapped here, also if another program wraps it again
 
 
 def _with_hyperparameters(original: Callable[[LightningCLI], None]) -> Callable[[LightningCLI], None]:
     def parse(cli: LightningCLI) -> None:
-        path = _directory_of(cli)
-        if path is None:
+        command = cli.config.get("subcommand")
+        path = cli.config[command].get("ckpt_path") if command else None
+        if not path or not is_checkpoint_directory_at(path):
             return original(cli)
-        _PARSED.add(cli)
+        opened = read_checkpoint(path, find_checkpoint(path), weights_only=True)
+        if lost := [name for name in opened.missing if name.startswith(f"'{_HPARAMS}")]:
+            raise CheckpointError(
+                f"The checkpoint '{os.fspath(path)}' does not give back all hyperparameters, because loading them "
+                f"could run code: {some(lost)}. If you trust it, allow their classes with "
+                "`torch.serialization.add_safe_globals`."
+            )
         with TemporaryDirectory() as folder:
-            options = cli.config[cli.config["subcommand"]]
-            options["ckpt_path"] = os.path.join(folder, "hyper_parameters.ckpt")
-            torch.save({_HPARAMS: _hyperparameters(path)}, options["ckpt_path"])
+            file = os.path.join(folder, "hyper_parameters.ckpt")
+            torch.save({_HPARAMS: opened.checkpoint.get(_HPARAMS, {})}, file)
+            cli.config[command]["ckpt_path"] = file
             original(cli)  # which puts another configuration in the place of this one
-        cli.config[cli.config["subcommand"]]["ckpt_path"] = path
+        cli.config[command]["ckpt_path"] = path
 
     return parse
-
-
-def _once_parsed(original: Callable[..., None]) -> Callable[..., None]:
-    def run(cli: LightningCLI, *args: Any, **kwargs: Any) -> None:
-        path = _directory_of(cli)
-        if path is not None and cli not in _PARSED:
-            name = type(cli).__name__
-            if hasattr(type(cli)._parse_ckpt_path, _OURS):
-                raise CheckpointError(
-                    f"{name} has not read the hyperparameters in '{path}': it was looking for them before "
-                    "lightning_zero was imported. Write `import lightning_zero` at the top of the program."
-                )
-            rank_zero_warn(
-                f"{name} runs with the hyperparameters of its configuration, not with those in '{path}': its "
-                "`_parse_ckpt_path` has not read them. Lightning's does: call `super()._parse_ckpt_path()`."
-            )
-        original(cli, *args, **kwargs)
-
-    return run
-
-
-def _directory_of(cli: LightningCLI) -> Any:
-    """The checkpoint directory that a command line names, as it is written there; None for anything else."""
-    command = cli.config.get("subcommand")
-    path = cli.config[command].get("ckpt_path") if command else None
-    return path if path and is_checkpoint_directory_at(path) else None
-
-
-def _hyperparameters(path: AnyPath) -> Any:
-    opened = read_checkpoint(path, find_checkpoint(path), weights_only=True)
-    if lost := [name for name in opened.missing if name.startswith(f"'{_HPARAMS}")]:
-        raise CheckpointError(
-            f"The checkpoint '{os.fspath(path)}' does not give back all hyperparameters, because loading them could "
-            f"run code: {some(lost)}. If you trust it, allow their classes with "
-            "`torch.serialization.add_safe_globals`."
-        )
-    return opened.checkpoint.get(_HPARAMS, {})
 
 
 def _or_consolidate(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -285,19 +244,76 @@ def _load(
     strict: bool | None,
     initial_weights: AnyPath | None,
 ) -> ModelT:
-    """``load_from_checkpoint`` for arguments of the class of any name."""
+    """``load_from_checkpoint`` for arguments of the class of any name. Lightning builds, and this reads the weights."""
     device = _device(map_location)
     checkpoint = open_one(path)
-    _choose_hparams(checkpoint, model_class, hparams_file, kwargs)
-    built = _instantiate(model_class, checkpoint, kwargs)
-    if isinstance(built, LightningDataModule):
-        if type(built).__qualname__ in checkpoint:
-            built.load_state_dict(checkpoint[type(built).__qualname__])
+    key = model_class.CHECKPOINT_HYPER_PARAMS_KEY
+    if hparams_file is not None:
+        suffix = os.path.splitext(os.fspath(hparams_file))[1].lower()
+        if suffix not in (".csv", ".yaml", ".yml"):
+            raise ValueError(f"hparams_file must be a .csv, .yml or .yaml file, got '{os.fspath(hparams_file)}'.")
+        load = saving.load_hparams_from_tags_csv if suffix == ".csv" else saving.load_hparams_from_yaml
+        checkpoint[key] = load(os.fspath(hparams_file))
+    checkpoint.setdefault(key, {}).update(kwargs)
+    instantiator = checkpoint[key].get("_instantiator")
+    if issubclass(model_class, LightningModule):
+        weights_of(checkpoint, path)
+    allowed = getattr(saving, "_ALLOWED_INSTANTIATORS", set(_INSTANTIATORS))  # private: in some of 2.6
+    if instantiator not in (None, *allowed):
+        raise ValueError(
+            f"The checkpoint wants its module built by {instantiator!r}, which is not a function of Lightning: calling "
+            "it could run any code. If you trust it, add it to "
+            "`lightning.pytorch.core.saving._ALLOWED_INSTANTIATORS`."
+        )
+
+    def build(model_class: type[ModelT], arguments: dict[str, Any]) -> ModelT:
+        if instantiator is None:
+            built = model_class(**arguments)
+        else:
+            module, function = instantiator.rsplit(".", 1)
+            built = getattr(importlib.import_module(module), function)(model_class, arguments)
+        if isinstance(built, LightningModule):
+
+            def read(_: Any, strict: bool) -> Any:  # once
+                del built.load_state_dict
+                return _read_weights(built, checkpoint, path, open_one, device, strict, initial_weights)
+
+            built.load_state_dict = read  # type: ignore[method-assign, assignment]
         return built
-    strict = _strictness(built, strict)
-    if is_overridden("configure_model", built):
-        built.configure_model()
-    built.on_load_checkpoint(checkpoint)
+
+    allowed.add(_BUILDER)
+    token = _BUILD.set(build)
+    try:
+        load_state: Any = saving._load_state  # private: 2.6
+        loaded: ModelT = load_state(model_class, checkpoint, strict=strict, _instantiator=_BUILDER, **kwargs)
+        return loaded
+    finally:
+        _BUILD.reset(token)
+        allowed.discard(_BUILDER)
+
+
+_BUILD: ContextVar[Callable[..., Any]] = ContextVar("_BUILD")
+_BUILDER = f"{__name__}.build_for_lightning"
+
+# What a checkpoint may name to build its module with: LightningCLI's own function.
+_INSTANTIATORS = frozenset({"lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module"})
+
+
+def build_for_lightning(model_class: type, arguments: dict[str, Any]) -> Any:
+    """Build a class for ``_load``: Lightning calls it by its name, as it calls what a checkpoint of its CLI names."""
+    return _BUILD.get()(model_class, arguments)
+
+
+def _read_weights(
+    built: LightningModule,
+    checkpoint: Mapping[str, Any],
+    path: AnyPath,
+    open_one: Callable[[AnyPath], dict[str, Any]],
+    device: torch.device | None,
+    strict: bool,
+    initial_weights: AnyPath | None,
+) -> Any:
+    """Read the weights into a module. Returns the missing and the unexpected keys, of which Lightning warns."""
     own = built.state_dict(keep_vars=True)
     stored = weights_of(checkpoint, path)
     state = under_names_of(built, own, stored, path, strict)
@@ -306,7 +322,9 @@ def _load(
         base = under_names_of(built, own, weights, initial_weights, strict=False)
         adapters_in(built, own, weights, base, initial_weights)
         state.update({name: base[name] for name in own if name in base and name not in state})
-    tied = _tied_elsewhere(own, state)
+    # Safetensors files hold one name of a tied weight.
+    read = {id(own[name]) for name in own if name in state and isinstance(own[name], Tensor)}
+    tied = [name for name in own if name not in state and id(own[name]) in read]
     left_out = under_names_of(built, own, dict.fromkeys(left_out_of(checkpoint)), path, strict=False)
     unsaved = [name for name in left_out if name in own and name not in state and name not in tied]
     if unsaved and initial_weights is not None:
@@ -315,10 +333,10 @@ def _load(
             f"'{os.fspath(initial_weights)}' do not hold {some(unsaved)}: these would keep random values. Name the "
             "model that they came from, or leave `initial_weights` out if the module itself loads them."
         )
-    _materialise(built, {id(own[name]) for name in own if name in state}, device or torch.device("cpu"))
+    _materialise(built, read, device or torch.device("cpu"))
     if device is not None:
         built.to(device)
-    missing, unexpected = _copy_into(built, state, [*tied, *unsaved], getattr(stored, "_metadata", None), strict)
+    keys = _copy_into(built, state, [*tied, *unsaved], getattr(stored, "_metadata", None), strict)
     _read_what_is_left(built, device)
     if unsaved:
         rank_zero_warn(
@@ -328,88 +346,11 @@ def _load(
         )
     if not stored:
         rank_zero_warn(f"The state dict in {os.fspath(path)!r} contains no parameters.")
-    if missing and not strict:  # in Lightning's words
-        rank_zero_warn(f"Found keys that are in the model state dict but not in the checkpoint: {missing}")
-    if unexpected and not strict:
-        rank_zero_warn(f"Found keys that are not in the model state dict but in the checkpoint: {unexpected}")
-    return built
+    return keys
 
 
-# What a checkpoint may name to build its module with: LightningCLI's own function.
-_INSTANTIATORS = frozenset({"lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module"})
-
-
-def _choose_hparams(
-    checkpoint: MutableMapping[str, Any],
-    model_class: Any,
-    hparams_file: AnyPath | None,
-    kwargs: Mapping[str, Any],
-) -> None:
-    """Put the hyper-parameters of a file and the arguments into the checkpoint, by Lightning's rules."""
-    key = model_class.CHECKPOINT_HYPER_PARAMS_KEY
-    if hparams_file is not None:
-        suffix = os.path.splitext(os.fspath(hparams_file))[1].lower()
-        if suffix == ".csv":
-            checkpoint[key] = saving.load_hparams_from_tags_csv(os.fspath(hparams_file))
-        elif suffix in (".yaml", ".yml"):
-            checkpoint[key] = saving.load_hparams_from_yaml(os.fspath(hparams_file))
-        else:
-            raise ValueError(f"hparams_file must be a .csv, .yml or .yaml file, got '{os.fspath(hparams_file)}'.")
-    checkpoint.setdefault(key, {})
-    checkpoint[key].update(kwargs)
-
-
-def _instantiate(model_class: type[ModelT], checkpoint: Mapping[str, Any], kwargs: Mapping[str, Any]) -> ModelT:
-    """Build the class with saved and given arguments, by Lightning's rules."""
-    signature = inspect.signature(model_class.__init__)
-    accepted = [name for name in signature.parameters if name not in parse_class_init_keys(model_class)]
-    saved: Any = {}
-    if issubclass(model_class, LightningModule):
-        for old_key in saving.CHECKPOINT_PAST_HPARAMS_KEYS:
-            saved.update(checkpoint.get(old_key, {}))
-    saved.update(checkpoint[model_class.CHECKPOINT_HYPER_PARAMS_KEY])
-    kind = checkpoint.get(model_class.CHECKPOINT_HYPER_PARAMS_TYPE)
-    saved = saving._convert_loaded_hparams(saved, kind)  # private: 2.6
-    as_one = checkpoint.get(model_class.CHECKPOINT_HYPER_PARAMS_NAME)
-    if as_one and as_one in accepted:
-        saved = {as_one: saved}
-    arguments = {**saved, **kwargs}
-    instantiator = _instantiator(arguments.pop("_instantiator", None), arguments.get("_class_path"), model_class)
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
-        arguments = {name: value for name, value in arguments.items() if name in accepted}
-    built: ModelT = model_class(**arguments) if instantiator is None else instantiator(model_class, arguments)
-    return built
-
-
-def _instantiator(name: Any, class_path: Any, model_class: type) -> Any:
-    """The function that a checkpoint of LightningCLI wants to be built by.
-
-    ``ValueError`` if it is not LightningCLI's own, or would import a class: either could run any code.
-    """
-    if name is None:
-        return None
-    # private: in some of 2.6. Users add the functions that they trust.
-    if not isinstance(name, str) or name not in getattr(saving, "_ALLOWED_INSTANTIATORS", _INSTANTIATORS):
-        raise ValueError(
-            f"The checkpoint wants its module built by {name!r}, which is not a function of Lightning: calling it "
-            "could run any code. If you trust it, add it to `lightning.pytorch.core.saving._ALLOWED_INSTANTIATORS`."
-        )
-    if class_path is not None:
-        path, _, class_name = str(class_path).rpartition(".")
-        found = getattr(sys.modules.get(path), class_name, None)  # imports nothing
-        if not isinstance(found, type) or not issubclass(found, model_class):
-            raise ValueError(
-                f"The checkpoint was saved for {class_path!r}, which is not an imported subclass of "
-                f"{model_class.__name__}. Import the module that defines it before loading."
-            )
-    module, function = name.rsplit(".", 1)
-    return getattr(importlib.import_module(module), function)
-
-
-def _copy_into(
-    module: nn.Module, state: Mapping[str, Any], kept: Collection[str], versions: Any, strict: bool
-) -> tuple[list[str], list[str]]:
-    """Call the module's ``load_state_dict``, where ``kept`` values stay. Returns the missing and the unexpected keys.
+def _copy_into(module: nn.Module, state: Mapping[str, Any], kept: Collection[str], versions: Any, strict: bool) -> Any:
+    """Call the module's ``load_state_dict``, where ``kept`` values stay, and return what it does.
 
     ``versions`` are of the modules that were saved, if known. Without any, modules would take the state for that of
     their oldest release.
@@ -426,11 +367,10 @@ def _copy_into(
     if versions is not None:
         prepared._metadata = versions  # type: ignore[attr-defined]
     try:
-        result = module.load_state_dict(prepared, strict=strict)
+        return module.load_state_dict(prepared, strict=strict)
     except RuntimeError as error:
         failures = [value.failure for value in prepared.values() if isinstance(value, StoredTensor) and value.failure]
         raise failures[0] if failures else error from None
-    return (result.missing_keys, result.unexpected_keys) if result is not None else ([], [])
 
 
 def _read_what_is_left(module: nn.Module, device: torch.device | None) -> None:
@@ -460,12 +400,6 @@ def _materialise(module: nn.Module, read: set[int], device: torch.device) -> Non
         raise MaterialiseError(problem)
 
 
-def _tied_elsewhere(own: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
-    """Missing names of tensors that are read under another name: safetensors files hold one name of a tied weight."""
-    read = {id(own[name]) for name in own if name in state and isinstance(own[name], Tensor)}
-    return [name for name in own if name not in state and id(own[name]) in read]
-
-
 def _device(map_location: Any) -> torch.device | None:
     """The one device that is meant."""
     given = map_location
@@ -486,13 +420,3 @@ def _device(map_location: Any) -> torch.device | None:
     if device.type == "meta":
         raise ValueError("map_location='meta': there is no memory to read the weights into. Use 'cpu'.")
     return device
-
-
-def _strictness(module: LightningModule, strict: bool | None) -> bool:
-    """Whether loading is strict, by Lightning's rules."""
-    if module._strict_loading is not None and strict is not None and strict != module.strict_loading:
-        raise ValueError(
-            f"load_from_checkpoint(..., strict={strict!r}) is in conflict with "
-            f"`{type(module).__name__}.strict_loading={module.strict_loading!r}`. Set the same value for both."
-        )
-    return module.strict_loading if strict is None else strict

@@ -19,7 +19,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch import cli as lightning_cli
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core import datamodule as core_datamodule
 from lightning.pytorch.core import module as core_module
@@ -35,7 +34,6 @@ from lightning_zero.checkpoint.format import torch_file
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError, MaterialiseError
 from lightning_zero.loading import (
-    let_command_lines_load_directories,
     let_lightning_load_directories,
     load_from_checkpoint,
     load_full_state_dict,
@@ -974,35 +972,6 @@ def test_a_hyperparameter_that_was_not_kept_is_named(tmp_path: Path) -> None:
     _, directory = saved(Anything(7), tmp_path, hyper_parameters={"width": 7, "activation": nn.ReLU})
     with pytest.raises(CheckpointError, match=r"'hyper_parameters\.activation' .*add_safe_globals"):
         parse("validate", directory)
-
-
-@pytest.mark.usefixtures("_bare_command_line")
-def test_a_command_line_that_has_looked_before_this_package_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Late(Parsed):
-        def before_instantiate_classes(self) -> None:
-            let_command_lines_load_directories(lightning_cli)
-
-    for name in ("_parse_ckpt_path", "_run_subcommand"):
-        monkeypatch.setattr(LightningCLI, name, getattr(LightningCLI, name).__wrapped__)
-    file, directory = saved(Anything(7), tmp_path, hyper_parameters=HPARAMS)
-
-    with pytest.raises(CheckpointError, match=r"Late .*'.*directory\.ckpt'.* Write `import lightning_zero` at the top"):
-        parse("validate", directory, Late)
-    assert parse("validate", file, Late).model.layer.in_features == 7
-
-
-@pytest.mark.usefixtures("_bare_command_line")
-def test_a_command_line_that_looks_itself_is_warned(tmp_path: Path) -> None:
-    class Own(Parsed):
-        def _parse_ckpt_path(self) -> None:
-            pass
-
-    _, directory = saved(Anything(7), tmp_path, hyper_parameters=HPARAMS)
-
-    with pytest.warns(UserWarning, match=r"Own runs with the hyperparameters of its configuration.*super\(\)"):
-        assert parse("validate", directory, Own).model.layer.in_features == 4
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "auto"])

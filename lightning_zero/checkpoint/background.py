@@ -21,7 +21,6 @@ import os
 import sys
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -36,8 +35,7 @@ from lightning_zero.checkpoint.format.typed_json import is_plain
 from lightning_zero.checkpoint.save import no_garbage_collection
 from lightning_zero.checkpoint.storage.publish import remove
 from lightning_zero.comm import ControlGroup
-from lightning_zero.comm.control import failure_text
-from lightning_zero.errors import CheckpointError, CommunicationError
+from lightning_zero.errors import CheckpointError
 from lightning_zero.offload.host import host_memory
 
 __all__ = ["Saver", "Snapshots"]
@@ -46,18 +44,10 @@ Write = Callable[[Mapping[str, Any], ControlGroup], Sequence[str] | None]
 
 
 class _InFlight(NamedTuple):
-    """A save in the background: what it is, its end, and the warnings that it has for the main thread."""
+    """A save in the background: what it is, and its end, with warnings for the main thread."""
 
     what: str
-    done: Future[None]
-    found: list[str]
-
-
-def _report(underway: list[_InFlight]) -> None:
-    """A failure that nobody waited for: the process ends, or the saver is gone."""
-    for what, done, _ in underway:
-        if (failure := done.exception()) is not None:
-            sys.stderr.write(f"Could not {what} in the background: {failure}\n")
+    done: Future[list[str]]
 
 
 class Saver:
@@ -71,22 +61,23 @@ class Saver:
     def __init__(self, control: ControlGroup) -> None:
         self._control = control
         self._snapshots = Snapshots()
-        self._underway: list[_InFlight] = []  # at most one; it outlives the saver
+        self._underway: _InFlight | None = None
         self._warnings: list[str] = []
         self._removals: list[str | os.PathLike[str]] = []
-        weakref.finalize(self, _report, self._underway)
 
     @property
     def failed(self) -> bool:
         """Whether a save in the background has failed on this rank, and nobody raised it yet. Not collective."""
-        return any(save.done.done() and save.done.exception() is not None for save in self._underway)
+        save = self._underway
+        return save is not None and save.done.done() and save.done.exception() is not None
 
     def save(self, write: Write, checkpoint: Mapping[str, Any], *, what: str, asynchronous: bool) -> None:
         """Write a checkpoint, after the removals that were queued. Collective: every rank.
 
         Args:
-            write: writes the checkpoint it is given, with the control group it is given. Collective. Called here, or in
-                a thread; then the checkpoint is a snapshot. What it returns are warnings.
+            write: writes the checkpoint it is given, with the control group it is given, or raises ``CheckpointError``
+                on every rank. Collective. Called here, or in a thread; then the checkpoint is a snapshot. What it
+                returns are warnings.
             checkpoint: not changed. In the background it may be changed as soon as this returns.
             what: the step, to follow "could not": "save the checkpoint '/runs/last.ckpt'".
             asynchronous: write in the background.
@@ -128,59 +119,40 @@ class Saver:
         """Wait for the save in flight, carry out the removals, and give the memory back. May be used again.
 
         Args:
-            collective: ``False`` on a rank that is handling an exception, where the others may not come: nothing here
-                waits for them then, but for the save in flight, which ends at the latest with its group's timeout.
-                Its failure is a warning then.
+            collective: ``False`` on a rank that is handling an exception: a failure of the save in flight, which ends
+                at the latest with its group's timeout, is a warning then.
 
         Raises:
             CheckpointError: on every rank and once, if the save in flight failed on any.
-
-        Collective: every rank, unless told otherwise.
         """
-        if collective:
+        try:
             self._settle()
-        for what, done, found in self._underway:
-            if (failure := done.exception()) is not None:
-                found.append(f"Could not {what} in the background: {failure}")
-            self._end(failed=failure is not None)
+        except Exception as error:
+            if collective:
+                raise
+            self._warnings.append(str(error))
         removals, self._removals = self._removals, []
         self._warnings += self._remove_all(removals)
         self._snapshots = Snapshots()
         self._warn()
 
     def _settle(self) -> None:
-        """Wait for the save in flight, and raise its failure: what its success would make superfluous stays.
-
-        Collective: every rank.
-        """
-        if not self._underway:
+        """Wait for the save in flight, and raise its failure: what its success would make superfluous stays."""
+        if self._underway is None:
             return
-        what, done, _ = self._underway[0]
-        own = done.exception()
-        try:
-            if isinstance(own, CommunicationError):
-                raise own
-            reason = None if own is None else str(own) if isinstance(own, CheckpointError) else repr(own)
-            reasons = self._control.gather_objects(reason)
-        except CommunicationError:
-            self._end(failed=True)
-            raise
-        failures = {rank: text for rank, text in enumerate(reasons) if text is not None}
-        self._end(failed=bool(failures))
-        if failures:
-            what = f"{what} in the background"
-            agreed = len(failures) == self._control.world_size and len(set(failures.values())) == 1
-            raise CheckpointError(
-                (failures[0] if agreed else failure_text(what, failures))
-                + f"\nThis was the attempt to {what}. Training went on meanwhile; checkpoints that were saved before "
-                "are intact, and none was deleted for it."
-            ) from own
-
-    def _end(self, failed: bool) -> None:
-        """Nothing is in flight any more. What a failed save would have made superfluous stays."""
-        self._warnings += self._underway.pop().found
-        if failed:
-            self._removals.clear()
+        what, done = self._underway
+        failure = done.exception()
+        self._underway = None
+        if failure is None:
+            self._warnings += done.result()
+            return
+        self._removals.clear()
+        if not isinstance(failure, CheckpointError):
+            raise failure
+        raise CheckpointError(
+            f"{failure}\nThis was the attempt to {what} in the background. Training went on meanwhile; checkpoints "
+            "that were saved before are intact, and none was deleted for it."
+        ) from failure
 
     def _snapshot(self, checkpoint: Mapping[str, Any], what: str) -> dict[str, Any]:
         """A copy; ``CheckpointError`` on every rank if any rank could make none. Collective."""
@@ -198,26 +170,22 @@ class Saver:
         return taken[0]
 
     def _begin(self, what: str, run: Callable[[], list[str]]) -> None:
-        save = _InFlight(what, Future(), [])
+        done: Future[list[str]] = Future()
 
         def run_here() -> None:
-            if not save.done.set_running_or_notify_cancel():
-                return
-            try:
-                save.found.extend(run())
-            except BaseException as error:
-                save.done.set_exception(error)
-            else:
-                save.done.set_result(None)
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(run())
+                except BaseException as error:
+                    sys.stderr.write(f"Could not {what} in the background: {error}\n")  # perhaps nobody waits for it
+                    done.set_exception(error)
 
-        self._underway.append(save)
+        self._underway = _InFlight(what, done)
         try:
             threading.Thread(target=run_here, name=f"lightning_zero: {what}", daemon=False).start()
-        except RuntimeError:  # no more threads here; the other ranks have begun
-            run_here()
         except BaseException:  # an interrupt, perhaps of waiting for the thread to begin
-            if save.done.cancel():
-                self._underway.clear()
+            if done.cancel():
+                self._underway = None
             raise
 
     def _remove_all(self, paths: list[str | os.PathLike[str]]) -> list[str]:
@@ -240,11 +208,10 @@ _ALIGNMENT = 64  # bytes
 
 
 class Snapshots:
-    """Copies of checkpoints, one at a time, in host memory that is taken once and kept.
+    """Copies of checkpoints, one at a time, in host memory that is taken once and kept: taking it is what is slow.
 
-    Taking memory is what makes a first copy slow (the pages are made while they are written). One save after another
-    writes into the same memory; it is taken anew only when it is too small. It is given back with this object. For
-    tensors on an accelerator it is page-locked.
+    It is taken anew only when it is too small, and given back with this object. For tensors on an accelerator it is
+    page-locked.
     """
 
     def __init__(self) -> None:
@@ -273,23 +240,18 @@ class Snapshots:
             if end > self.nbytes:
                 self._memory = torch.empty(0, dtype=torch.uint8)  # given back before more is taken
                 self._memory = host_memory(end, bool(devices))
-            copied = {
-                key: _like(tensor, self._copy(elements, places[memory_identity(elements)]))
-                for key, (tensor, elements) in sources.items()
-            }
+            copied: dict[int, Any] = {}
+            for key, (tensor, elements) in sources.items():
+                flat = torch.empty(0, dtype=elements.dtype)
+                if elements.numel():  # with a storage of exactly its bytes: ``torch.save`` writes whole storages
+                    begin = places[memory_identity(elements)]
+                    storage = self._memory.untyped_storage()[begin : begin + elements.nbytes]
+                    flat.set_(storage, 0, (elements.numel(),), (1,))
+                    flat.copy_(elements.view(-1), non_blocking=True)
+                copied[key] = _like(tensor, flat)
             for device in devices:
                 torch.accelerator.synchronize(device)
-            snapshot: dict[str, Any] = copy.deepcopy(dict(checkpoint), copied)
-        return snapshot
-
-    def _copy(self, elements: Tensor, begin: int) -> Tensor:
-        """Flat, with a storage of exactly its bytes: ``torch.save`` writes whole storages."""
-        flat = torch.empty(0, dtype=elements.dtype)
-        if elements.numel():
-            storage = self._memory.untyped_storage()[begin : begin + elements.nbytes]
-            flat.set_(storage, 0, (elements.numel(),), (1,))
-            flat.copy_(elements.view(-1), non_blocking=True)
-        return flat
+            return copy.deepcopy(dict(checkpoint), copied)
 
 
 def _sources(checkpoint: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:

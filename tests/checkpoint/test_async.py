@@ -151,26 +151,6 @@ def test_a_failure_in_the_background_is_raised_once_on_every_rank(
     assert names(tmp_path) == {"c"}
 
 
-def test_a_failure_of_one_rank_alone_is_known_to_all(tmp_path: Path) -> None:
-    """Whatever the writer does: also one that fails after the last time it asked the other ranks."""
-
-    def rank(number: int) -> tuple[bool, str]:
-        saver = Saver(control())
-
-        def write(content: Mapping[str, Any], ranks: ControlGroup) -> None:
-            if ranks.rank == 1:
-                raise OSError("only here")
-
-        saver.save(write, {}, what="save 'c'", asynchronous=True)
-        with pytest.raises(CheckpointError) as caught:
-            saver.wait()
-        return saver.failed, str(caught.value)
-
-    for failed, message in run_world(2, rank, timeout=30):
-        assert not failed
-        assert "rank 1: OSError('only here')" in message
-
-
 def test_a_removal_waits_until_the_next_save_and_is_dropped_with_a_failed_one(tmp_path: Path) -> None:
     def rank(number: int) -> list[set[str]]:
         seen: list[set[str]] = []
@@ -265,9 +245,9 @@ def test_a_warning_that_is_found_while_the_call_returns_comes_once(
 
 
 def wait_alone(saver: Saver) -> None:
-    for save in saver._underway:
-        save.done.exception()
-    saver._underway.clear()
+    if saver._underway is not None:
+        saver._underway.done.exception()
+    saver._underway = None
 
 
 class Uncopyable:
@@ -327,7 +307,8 @@ def test_closing_alone_needs_no_other_rank_and_says_what_failed(tmp_path: Path) 
 
     for messages in run_world(2, rank, timeout=30):
         assert len(messages) == 1
-        assert "in the background: Could not save" in messages[0]
+        assert messages[0].startswith("Could not save")
+        assert "in the background" in messages[0]
         assert "failed on rank 0" in messages[0]
     assert names(tmp_path) == {"b"}
 
@@ -339,7 +320,7 @@ def test_training_uses_its_own_groups_during_the_save(tmp_path: Path) -> None:
         steps = 0
         for version in (1, 2, 3):
             start(saver, tmp_path / "c", version)
-            while groups.control.agree_any(not all(save.done.done() for save in saver._underway)):
+            while groups.control.agree_any(not saver._underway.done.done()):
                 steps += 1
                 assert groups.control.exchange([number, steps]) == [[0, steps], [1, steps]]
         saver.close()
