@@ -39,7 +39,7 @@ from lightning_zero.engine.access import ParameterAccess
 from lightning_zero.engine.agreement import Agreement, Means
 from lightning_zero.engine.build import UnitBuilder, build_reducer
 from lightning_zero.engine.events import Phase, Spans
-from lightning_zero.engine.guard import check_weights, explain_failure, refuse_graph_of_gradients
+from lightning_zero.engine.guard import check_weights
 from lightning_zero.engine.hooks import EngineHooks, ForwardCall, hook_outputs, warn_of_formats
 from lightning_zero.engine.pool import BufferPool
 from lightning_zero.engine.reducer import GradientBucket, GradientReducer, report_width
@@ -113,8 +113,6 @@ class Progress:
     explicit: bool = False  # ``ZeroEngine.backward`` says when the running one is over
     reduces: bool = True  # whether the running backward reduces gradients
     between_micro_steps: bool = False  # the last backward was not the last one before a step
-    replaced: tuple[int, str] = (0, "")  # what got other values last, and after how many forwards
-    stayed: tuple[int, str] = (0, "")  # what had to stay whole for the first time last, likewise
     calls: list[ForwardCall] = field(default_factory=list)  # forwards of units that run, the innermost last
 
 
@@ -307,7 +305,7 @@ class ZeroEngine:
         if called:
             self._schedule.guard_root()
         if not self._schedule.sharded:
-            self.means.spans.start(Phase.FORWARD, name)
+            self.means.spans.begin(Phase.FORWARD, name)
 
     def leave(self, failed: bool) -> None:
         """End a scope. ``failed``: by an exception; nothing is agreed then, because the others may not get here."""
@@ -317,7 +315,8 @@ class ZeroEngine:
             return
         progress.depth = 0
         if self._schedule.guard.of_root:
-            self._schedule.guard.pop_root()
+            self._schedule.guard.of_root = False
+            self._schedule.guard.pop()
         if progress.in_backward:
             return
         if failed:
@@ -382,7 +381,6 @@ class ZeroEngine:
         """Make a unit whole though no module of it runs: see ``UnitSchedule.stay``. Not on a thread of the user's."""
         if threading.get_ident() == self.progress.thread or current_graph_task() != -1:
             self._schedule.stay(unit, parameter)
-        self.progress.stayed = self.progress.forwards, parameter
 
     # ---------------------------------------------------------------- backward
 
@@ -395,10 +393,8 @@ class ZeroEngine:
         progress.explicit = True
         try:
             yield
-        except BaseException as error:
+        except BaseException:
             self.abandon()
-            known = (progress.replaced, progress.stayed)
-            explain_failure(error, *(what if forwards == progress.forwards else "" for forwards, what in known))
             raise
         finally:
             progress.explicit = False
@@ -430,10 +426,10 @@ class ZeroEngine:
             queue_backward_callback(lambda: None if progress.explicit else self.end_backward())
         name = f"backward {progress.segment} of {progress.scope}"
         if not sharded:
-            self.means.spans.start(Phase.BACKWARD, progress.scope)
+            self.means.spans.begin(Phase.BACKWARD, progress.scope)
         self._schedule.open(name, place)
         if self._reducer is not None:
-            self._reducer.open(name, self._schedule.uniform, self.reduce_gradients)
+            self._reducer.open(name, self.reduce_gradients)
 
     def before_unit_backward(self, call: ForwardCall) -> None:
         """Make a unit available for its backward, and reshard those whose backward is over."""
@@ -460,7 +456,10 @@ class ZeroEngine:
         if gradient is None or self._reducer is None:
             return
         if torch.is_grad_enabled():
-            refuse_graph_of_gradients()
+            raise RuntimeError(
+                "backward(create_graph=True) is not supported: gradients are sent as they arrive, without a graph. "
+                "Take them with torch.autograd.grad(loss, inputs, create_graph=True), which works."
+            )
         if not self.progress.in_backward:
             self.begin_backward()
         self._reducer.arrive(bucket, position, gradient, self.progress.reduces)
@@ -552,7 +551,7 @@ class ZeroEngine:
             differ(self.means.control)
         self._schedule.vacate()
         self.updating, self.access.stepping = True, running
-        self.means.spans.start(Phase.STEP, label)
+        self.means.spans.begin(Phase.STEP, label)
 
     def after_optimizer_step(self, units: Mapping[int, Sequence[nn.Parameter]]) -> None:
         """Bring updated masters to the compute copies.
@@ -575,12 +574,14 @@ class ZeroEngine:
             self._open_forward()
 
     def unit_stepped(self, index: int) -> None:
-        """See ``PublishedWeights.unit_stepped``. Collective."""
+        """Bring one unit's updated masters from the host to the compute copies, while the next one is stepped on.
+
+        Collective: every rank, for every unit of the optimizer, in ascending order; also if stepping has failed here.
+        """
         self.weights.unit_stepped(index)
 
     def agree_stepped(self, failure: BaseException | None) -> None:
         """Tell the other ranks how the update went. Collective: every rank; raises on all if it failed on one."""
-        self.weights.publish_stepped()
         what, control = "take its part of an optimizer step", self.means.control
         control.together(what, raising(failure), OffloadError, HALF_UPDATED)
 
@@ -601,7 +602,6 @@ class ZeroEngine:
         ``parameters``: those of the units that were written; by default all of them.
         """
         updating, self.updating = self.updating, False
-        firsts = [self.units[index].flats[0].layout.parameters[0] for index in units if self.units[index].parameters]
         self.weights.begin_step()
         self.means.tiers.settle()
         written = {index: self.units[index].parameters for index in units}
@@ -609,16 +609,7 @@ class ZeroEngine:
             written = {index: [p for p in every if p in parameters] for index, every in written.items()}
         self.after_optimizer_step(written)
         self.updating = updating
-        self.masters_were_written(", ".join(f"unit of '{spec.name}'" for spec in firsts))
-
-    def masters_were_written(self, what: str = "", units: Sequence[int] = ()) -> None:
-        """Note that masters got other values past the optimizer. Local.
-
-        ``what``: whose, for a backward that needs the old ones. ``units``: what was gathered of them is void.
-        """
-        if what:
-            self.progress.replaced = self.progress.forwards, what
-        self._schedule.void(units)
+        self._schedule.void(())
         for listener in self.listeners:
             listener()
 

@@ -63,7 +63,6 @@ class Spans:
         self.heard = False
         """Whether anybody observed when the running forward, backward or step began."""
         # Those who saw a span begin see it end, whoever comes or goes in between.
-        self._running: dict[Phase, Span | None] = {}  # what ``start`` has begun
         self._open: dict[Span, tuple[tuple[Any, ...], record_function | None]] = {}
 
     def listen(self) -> None:
@@ -96,15 +95,10 @@ class Spans:
         if recorded is not None:
             recorded.__exit__(None, None, None)
 
-    def start(self, phase: Phase, unit: str = "") -> None:
-        """Begin the one span of this phase that ends with ``stop``."""
-        if (span := self.begin(phase, unit)) is not None:
-            self._running[phase] = span
-
     def stop(self, phase: Phase) -> None:
-        """End what ``start`` has begun, if anybody observed then."""
-        if self._running:
-            self.end(self._running.pop(phase, None))
+        """End what was begun of a phase of which there is one span at a time."""
+        for span in [span for span in self._open if span.phase is phase] if self._open else ():
+            self.end(span)
 
     def abandon(self) -> None:
         """End what an error left open, the innermost first."""

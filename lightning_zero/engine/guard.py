@@ -15,12 +15,11 @@ the innermost pair of hooks is applied, so it hands everything else to the pair 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointError
 
 from lightning_zero._torch import (
     Pack,
@@ -32,38 +31,25 @@ from lightning_zero._torch import (
     push_saved_tensor_hooks,
     storage_key,
     top_saved_tensor_hooks,
-    version_probe,
 )
 from lightning_zero.comm import Streams
 from lightning_zero.engine.events import Span
 from lightning_zero.engine.pool import BufferPool
 from lightning_zero.engine.unit import SavedPlace, ShardedUnit
-from lightning_zero.errors import ParameterAccessError
 from lightning_zero.shards.binding import original_kind, shown_kind
 
-__all__ = ["SavedTensorGuard", "check_version", "check_weights", "explain_failure", "refuse_graph_of_gradients"]
+__all__ = ["SavedTensorGuard", "check_version", "check_weights"]
 
 _new = tuple.__new__
 _makes_graph = torch.is_grad_enabled  # in a backward: whether it is one with create_graph
 
 
 class _Saved(NamedTuple):
-    """A view of a unit's weights, as autograd keeps it: what ``_SavedView`` it is, and when."""
+    """A view of a unit's weights, as autograd keeps it. Who writes to weights in a forward is refused at its end."""
 
-    view: _SavedView
+    unit: ShardedUnit
+    place: SavedPlace
     version: int  # of the weights
-    writes: int  # how often user code had written to the parameter
-
-
-class _SavedView:
-    """A view of a unit's weights that autograd saves, wherever they are: one object for all steps."""
-
-    __slots__ = ("place", "probe", "unit")
-
-    def __init__(self, unit: ShardedUnit, place: SavedPlace, tensor: Tensor) -> None:
-        self.unit = unit
-        self.place = place
-        self.probe = version_probe(tensor)  # counts the writes to the parameter
 
 
 class _Handed(NamedTuple):
@@ -91,44 +77,24 @@ def check_weights(unit: ShardedUnit, version: int) -> None:
         )
 
 
-def refuse_graph_of_gradients() -> None:
-    """Raise where a gradient arrives in a backward that makes a graph."""
-    raise RuntimeError(
-        "backward(create_graph=True) is not supported: gradients are sent as they arrive, without a graph. Take them "
-        "with torch.autograd.grad(loss, inputs, create_graph=True), which works."
-    )
-
-
-def explain_failure(error: BaseException, replaced: str, stayed: str) -> None:
-    """Raise ``ParameterAccessError`` where it is known why a backward has failed.
-
-    ``replaced``: what was written to since its forward. ``stayed``: a parameter that was used in that forward, for the
-    first time, while no module of its unit ran.
-    """
-    if replaced and isinstance(error, RuntimeError) and "inplace operation" in str(error):
-        raise ParameterAccessError(
-            f"{replaced}: other values were written between a forward and its backward, which needs those of the "
-            "forward. Write to parameters before the forward, or after the backward (`on_after_backward`)."
-        ) from error
-    if stayed and isinstance(error, CheckpointError):
-        raise ParameterAccessError(
-            f"'{stayed}' was used inside of a function that is checkpointed, for the first time while no module of its "
-            "unit ran, so that computing the function again saves other tensors than before. Have the checkpoint call "
-            "the module that owns it, `checkpoint(module, x, use_reentrant=False)`, and not a method or a part of it."
-        ) from error
-
-
 class SavedTensorGuard:
     """Keeps what autograd saves during a unit's forward free of the pool's memory.
 
     Args:
         pool: of the units' buffers.
+        units: whose parameters are leaves that are saved.
         restore: makes a unit's full weights available during backward; returns whether they stay until its backward is
             over.
         streams: where device work is ordered.
     """
 
-    def __init__(self, pool: BufferPool, restore: Callable[[ShardedUnit], bool], streams: Streams) -> None:
+    def __init__(
+        self,
+        pool: BufferPool,
+        units: Iterable[ShardedUnit],
+        restore: Callable[[ShardedUnit], bool],
+        streams: Streams,
+    ) -> None:
         self._restore = restore
         self._streams = streams
         self._pool = pool
@@ -136,23 +102,14 @@ class SavedTensorGuard:
         """Units whose backward runs, so that their buffers stay, each with the span that was opened for it."""
         self.of_root = False
         """Whether one ``push`` was for the root's parameters."""
-        self._views: dict[tuple[ShardedUnit, SavedPlace], _SavedView] = {}
-        self._outer: list[tuple[Pack, Unpack] | None] = []
-        self._kinds: set[type[Tensor]] = {Tensor}  # classes of which nobody looks at what is done
+        self._outer: list[tuple[Pack, Unpack] | None] = []  # for each forward of a unit that runs
+        # Classes of which nobody looks at what is done: leaves show their values in one of their own.
+        self._kinds = {Tensor, *(shown_kind(original_kind(p)) for unit in units for p in unit.parameters)}
         # Permanent objects that Dynamo does not trace: a fresh closure per forward would be recompiled every time.
         self._pack_hook, self._unpack_hook = self._hooks()
         # As torch marks its own hooks: since 2.14, selective checkpointing looks for those of the user behind them.
         self._seen = vars(self._pack_hook)
         self._seen.update(_checkpoint_internal=True, _user_hooks=None)
-
-    @property
-    def depth(self) -> int:
-        """How many units' forwards are running."""
-        return len(self._outer)
-
-    def know(self, unit: ShardedUnit) -> None:
-        """Expect leaves of the classes of a unit's parameters where they show their values."""
-        self._kinds.update(shown_kind(original_kind(parameter)) for parameter in unit.parameters)
 
     def push(self) -> None:
         """Guard what is saved from here on, on this thread."""
@@ -170,11 +127,6 @@ class SavedTensorGuard:
         self._seen["_user_hooks"] = self._outer[-1] if self._outer else None
         pop_saved_tensor_hooks()
 
-    def pop_root(self) -> None:
-        """Undo the ``push`` for the root's parameters."""
-        self.of_root = False
-        self.pop()
-
     def abandon(self) -> None:
         """Undo every ``push``, after an error."""
         self.of_root = False
@@ -184,7 +136,7 @@ class SavedTensorGuard:
 
     def _hooks(self) -> tuple[Pack, Unpack]:
         """Both hooks, with the way that is nearly always taken: some ten times for every unit, so that calls count."""
-        buffers, views, outer, kinds, active = self._pool.used, self._views, self._outer, self._kinds, self.active
+        buffers, outer, kinds, active = self._pool.used, self._outer, self._kinds, self.active
         pack_otherwise, unpack_otherwise = disable_dynamo(self._pack), disable_dynamo(self._unpack)
 
         def pack(tensor: Tensor) -> Any:
@@ -200,20 +152,17 @@ class SavedTensorGuard:
                     return (tensor, version) if version else tensor  # no tuple: less for the collector
             elif (unit := buffer.unit) is not None:
                 place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-                view, writes = views.get((unit, place)), tensor._version
-                if view is not None and view.probe._version == writes:
-                    return _new(_Saved, (view, unit.version, writes))
+                return _new(_Saved, (unit, place, unit.version))
             return pack_otherwise(tensor)
 
         def unpack(packed: Any) -> Tensor:
             if compiler_of_frames() is None:
                 if type(packed) is _Saved:
-                    view, version, writes = packed
-                    unit = view.unit
-                    current = unit.version == version and view.probe._version == writes
-                    if current and unit in active and not _makes_graph():  # its backward is running, as nearly always
-                        found: Tensor | None = unit.storage.made.get(view.place)  # type: ignore[union-attr]
-                        return unit.view_at(view.place) if found is None else found
+                    unit, place, version = packed
+                    # Its backward is running, as nearly always.
+                    if unit.version == version and unit in active and not _makes_graph():
+                        found: Tensor | None = unit.storage.made.get(place)  # type: ignore[union-attr]
+                        return unit.view_at(place) if found is None else found
                 elif type(packed) is Tensor and not packed._version:
                     return packed
             tensor: Tensor = unpack_otherwise(packed)
@@ -225,11 +174,7 @@ class SavedTensorGuard:
         buffer = self._pool.used.get(storage_key(tensor))
         if buffer is not None and (unit := buffer.unit) is not None:
             place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-            view = self._views.get((unit, place))
-            if view is None or view.probe._version != tensor._version:  # an alias with a count of its own
-                view = _SavedView(unit, place, tensor)
-                self._views.setdefault((unit, place), view)
-            return _new(_Saved, (view, unit.version, tensor._version))
+            return _Saved(unit, place, unit.version)
         outer = self._outer[-1] if self._outer else None
         if outer is not None:
             return _Handed(outer[0](tensor), outer[1])
@@ -237,24 +182,16 @@ class SavedTensorGuard:
         return (tensor, version) if version else tensor
 
     def _unpack(self, packed: Any) -> Tensor:
-        kind = type(packed)
         tensor: Tensor
-        if kind is _Saved:
-            return self._unpack_view(packed)
-        if kind is _Handed:
+        if type(packed) is _Handed:
             tensor = packed.unpack(packed.packed)
             return tensor
-        tensor, version = packed if kind is tuple else (packed, 0)
-        if tensor._version != version:
+        if type(packed) is not _Saved:
+            tensor, version = packed if type(packed) is tuple else (packed, 0)
             check_version(tensor, version, tensor.dtype, tensor.shape)
-        return tensor
-
-    def _unpack_view(self, packed: _Saved) -> Tensor:
-        view, version, writes = packed
-        unit, place = view.unit, view.place
+            return tensor
+        unit, place, version = packed
         check_weights(unit, version)
-        if view.probe._version != writes:
-            check_version(view.probe, writes, place[-1], place[1])
         stays = self._restore(unit)
         weights = unit.view_at(place)
         if stays and not _makes_graph():

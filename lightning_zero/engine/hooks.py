@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.context import get_spawning_popen
-from typing import Any, NoReturn
+from typing import Any
 from weakref import ref
 
 import torch
@@ -61,44 +61,46 @@ class EngineHooks:
         self._tied: list[TiedLayer] = []
 
     def watch_module(self, units: Sequence[Unit], root: int | None) -> None:
-        """Watch whatever the module of an engine with these units needs. ``root``: which of them is the root."""
-        module, device = self._engine.module, self._engine.device
-        self._keep_apart(module)
-        sharded = [unit for unit in units if isinstance(unit, ShardedUnit)]
-        scoped = [unit for unit in units if isinstance(unit, ReplicatedUnit) and not unit.always_bound]
-        if sharded or scoped:
-            self._watch_forwards(module, sharded, [*scoped, *(unit for unit in sharded if unit.index == root)])
-            self._watch_encoders(module)
-        layouts = [flat.layout for unit in units for flat in unit.flats]
-        if device.type == "cpu" and any(layout.dtype != layout.compute_dtype for layout in layouts):
-            for child in module.modules():
-                if isinstance(child, _NORMS):
-                    self._handles.append(child.register_forward_pre_hook(_Narrowed()))
+        """Watch what the module of an engine with these units needs. ``root``: which of them is the root.
 
-    def _watch_forwards(self, module: nn.Module, units: Sequence[ShardedUnit], scoped: Sequence[Unit]) -> None:
-        """Watch every unit's module, and every module around units or with parameters that no unit's forward brings.
-
-        Those of ``scoped`` units are in place in a scope: of the root, or replicated ones of 16-bit copies.
+        That is every unit's module, and every module around units or with parameters that no unit's forward brings:
+        those of the root, or of replicated units with 16-bit copies.
         """
-        by_module = {unit.plan.module: unit for unit in units if unit.plan.module}
-        scopes = {""}
-        for name in by_module:
-            scopes.update(_around(name))
-        brought: dict[str, dict[ReplicatedUnit, None]] = {}
-        for owner in scoped:
-            for spec in owner.plan.parameters:
-                names = [name.rpartition(".")[0] for name in (spec.name, *spec.aliases)]
-                scopes.update(names)
-                if isinstance(owner, ReplicatedUnit):
-                    for name in names:
-                        brought.setdefault(name, {})[owner] = None
-        self._watched = {*by_module, *scopes}
+        module = self._engine.module
+        self._keep_apart(module)
+        by_module = {unit.plan.module: unit for unit in units if isinstance(unit, ShardedUnit) and unit.plan.module}
+        scoped: list[Unit] = [unit for unit in units if isinstance(unit, ReplicatedUnit) and not unit.always_bound]
+        around = {part for name in by_module for part in _around(name)}
+        brought: defaultdict[str, list[ReplicatedUnit]] = defaultdict(list)  # by module: what its forward waits for
+        scoped += [unit for unit in units if unit.index == root and isinstance(unit, ShardedUnit)]
+        for unit in scoped:
+            owners = {name.rpartition(".")[0] for one in unit.plan.parameters for name in (one.name, *one.aliases)}
+            around |= owners
+            if isinstance(unit, ReplicatedUnit):
+                for name in owners:
+                    brought[name].append(unit)
+        self._watched = {*by_module, *around, ""} if by_module or around else set()
         for name, child in module.named_modules():
-            unit = by_module.get(name)
-            if unit is not None:
-                self._watch_unit(child, unit)
-            elif name in scopes:
-                self._watch_scope(child, name or type(child).__name__, tuple(brought.get(name, ())))
+            if name in by_module:
+                self._watch_unit(child, by_module[name])
+            elif name in self._watched:
+                self._watch_scope(child, name or type(child).__name__, brought[name])
+        if self._watched:
+            self._watch_encoders(module)
+        narrowed = any(flat.layout.dtype != flat.layout.compute_dtype for unit in units for flat in unit.flats)
+        for child in module.modules() if narrowed and self._engine.device.type == "cpu" else ():
+            if isinstance(child, _NORMS):
+                self._handles.append(child.register_forward_pre_hook(_Narrowed()))
+
+    def _watch_encoders(self, module: nn.Module) -> None:
+        """Let torch's encoders evaluate on the path that they take where the weights of their first layer are there.
+
+        They look at these, not at their values, before they call the layer. What is padding is zero on that path.
+        """
+        for child in module.modules():
+            if isinstance(child, nn.TransformerEncoder) and len(child.layers):
+                before, after = partial(_look_present, child.layers[0]), partial(_look_absent, child.layers[0])
+                self._around(child, before, after)
 
     def watch_parts(self, units: Iterable[ShardedUnit]) -> None:
         """Watch the modules inside units as the units' own: somebody calls these past the module around them.
@@ -115,16 +117,6 @@ class EngineHooks:
             for part in sorted(parts - self._watched):
                 self._watched.add(part)
                 self._watch_unit(module.get_submodule(part), unit)
-
-    def _watch_encoders(self, module: nn.Module) -> None:
-        """Let torch's encoders evaluate on the path that they take where the weights of their first layer are there.
-
-        They look at these, not at their values, before they call the layer. What is padding is zero on that path.
-        """
-        for child in module.modules():
-            if isinstance(child, nn.TransformerEncoder) and len(child.layers):
-                before, after = partial(_look_present, child.layers[0]), partial(_look_absent, child.layers[0])
-                self._around(child, before, after)
 
     def _watch_unit(self, module: nn.Module, unit: ShardedUnit) -> None:
         """Gather ``unit`` around every forward of ``module``, before the user's own hooks see it."""
@@ -266,7 +258,7 @@ class _Attached:
 
     def __call__(self, *args: Any) -> None:
         if is_tracing():
-            self._refuse("A trace")
+            self.refuse_absent("A trace")
         try:
             (self._function if compiler_of_frames() is None else self._disabled)(*args)
         except ZeroError:
@@ -283,33 +275,31 @@ class _Attached:
     opaque_to_dynamo(__call__)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        self.check_shown("A copy")
+        self.refuse_absent("A copy")
         return nullcontext().__exit__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self.check_shown("A pickle")
+        self.refuse_absent("A pickle")
         return getattr, (nullcontext(), "__exit__")
 
     @property
     def __name__(self) -> str:
         """What ``torch.jit.script`` asks for first, to compile the hook with the module."""
-        self._refuse("A script")
+        self.refuse_absent("A script")
+        raise AttributeError("__name__")
 
-    def check_shown(self, what: str) -> None:
+    def refuse_absent(self, what: str) -> None:
         """Raise ParameterAccessError if values would be missing in ``what`` is made of the module.
 
         Not while a process is spawned, a loader's worker: there an absent parameter raises when it is read.
         """
         module = None if get_spawning_popen() is not None else self._module()
         if module is not None and any(map(is_absent, nn.Module.parameters(module))):
-            self._refuse(what)
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise ParameterAccessError(
-            f"{what} of {type(self._module()).__name__} was asked for while its parameters are not in memory: it would "
-            "hold NaN. Make it inside `with lightning_zero.full_parameters(module):`, on every rank, outside of a "
-            "step; that takes the memory of the whole module."
-        )
+            raise ParameterAccessError(
+                f"{what} of {type(module).__name__} was asked for while its parameters are not in memory: it would "
+                "hold NaN. Make it inside `with lightning_zero.full_parameters(module):`, on every rank, outside of a "
+                "step; that takes the memory of the whole module."
+            )
 
 
 def warn_of_formats(root: nn.Module) -> None:
@@ -356,7 +346,7 @@ def unhooked(root: nn.Module, whole: Collection[nn.Parameter]) -> Iterator[None]
 
     They can be called by one rank alone then, and copied, pickled, scripted or traced like any others.
     """
-    taken: list[tuple[OrderedDict[int, Any], list[int], int, Any]] = []
+    taken: list[tuple[OrderedDict[int, Any], list[tuple[int, Any]], set[int]]] = []
     seen: dict[nn.Module, bool] = {}
 
     def visit(module: nn.Module) -> bool:
@@ -369,17 +359,19 @@ def unhooked(root: nn.Module, whole: Collection[nn.Parameter]) -> Iterator[None]
     visit(root)
     for module in filter(visit, root.modules()):
         before, after, always = forward_hooks(module)
-        keys = [key for table in (before, after) for key, hook in table.items() if isinstance(hook, _Attached)]
-        for table, key in ((table, key) for table in (before, after, always) for key in keys if key in table):
-            taken.append((table, list(table), key, table.pop(key)))
+        ours = {key for table in (before, after) for key, hook in table.items() if isinstance(hook, _Attached)}
+        for table in (before, after, always) if ours else ():
+            taken.append((table, list(table.items()), ours))
+            for key in ours & table.keys():
+                del table[key]
     try:
         yield
     finally:
-        for table, order, key, hook in reversed(taken):
-            table[key] = hook
-            for earlier in reversed(order[: order.index(key) + 1]):
-                if earlier in table:
-                    table.move_to_end(earlier, last=False)
+        for table, entries, ours in taken:
+            now = dict(table)
+            table.clear()
+            table.update((key, hook) for key, hook in entries if key in now or key in ours)
+            table.update(now)
 
 
 def _look_present(layer: nn.Module, encoder: nn.Module, *called: Any) -> None:

@@ -121,8 +121,9 @@ class BufferPool:
     def __init__(self, wire: Collectives, device: torch.device, plan: Plan) -> None:
         self._wire = wire
         self._device = device
-        self._sizes: dict[Hashable, int] = {("parameters", slot): nbytes for slot, nbytes in enumerate(plan.slots)}
-        self._sizes |= {("gradients", slot): nbytes for slot, nbytes in enumerate(plan.gradient_slots)}
+        self.sizes: dict[Hashable, int] = {("parameters", slot): nbytes for slot, nbytes in enumerate(plan.slots)}
+        """Bytes of the buffer of each place."""
+        self.sizes |= {("gradients", slot): nbytes for slot, nbytes in enumerate(plan.gradient_slots)}
         self._idle: dict[Hashable, Buffer] = {}
         self._looks = _LOOKS
         self._left: list[tuple[Any, WeakStorage]] = []  # whose weights are where others have tensors
@@ -137,7 +138,7 @@ class BufferPool:
             buffer = None
         if buffer is None:
             with untracked(), outside_of_transforms():
-                nbytes = self._sizes[place]
+                nbytes = self.sizes[place]
                 memory = self._wire.lend(nbytes) if lent else self._wire.allocate_gathered(nbytes, self._device)
                 if memory is None:
                     memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
@@ -189,10 +190,6 @@ class BufferPool:
         kept = [(unit, storage) for unit, weak in self._left if unit in units and (storage := weak.lock()) is not None]
         self._left = [(unit, weak) for unit, weak in self._left if unit not in units and weak.lock() is not None]
         return [(unit, bytes_of(storage)) for unit, storage in kept]
-
-    def add_place(self, place: Hashable, nbytes: int) -> None:
-        """Have another buffer."""
-        self._sizes[place] = nbytes
 
     def _leave(self, buffer: Buffer) -> None:
         """Leave a buffer to whoever has a tensor there."""

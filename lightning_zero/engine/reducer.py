@@ -29,7 +29,8 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -81,11 +82,11 @@ class GradientShard:
 
     def __init__(self, flat: FlatParameters, lasting: Tensor | None) -> None:
         self._flat = flat
-        self.lasts = lasting is not None
+        self._lasts = lasting is not None
         self.held = lasting
         """Its memory, while it is kept here: only in a backward, if it comes and goes."""
         self._left: WeakStorage | None = None  # its memory, as long as anybody has it
-        self._parts: list[Tensor] = []  # of a shard that lasts, one for each parameter
+        self._parts = [] if lasting is None else cut(lasting, flat.slices)
         self.numbers = [0] * len(flat.parameters)
         """How many gradients each parameter has had: of one that was cleared nobody may go on to use the memory."""
 
@@ -97,7 +98,7 @@ class GradientShard:
 
     def memory(self, whole: bool = False) -> Tensor:
         """Its memory, which is taken if there is none. ``whole``: it is about to be overwritten as a whole."""
-        if self.held is None and self._left is not None:
+        if self.held is None:
             self.held = self.there
         if self.held is None:
             layout, make = self._flat.layout, torch.empty if whole else torch.zeros
@@ -107,21 +108,20 @@ class GradientShard:
 
     def parts(self) -> list[Tensor]:
         """Its memory, cut by parameters."""
-        parts = self._parts or cut(self.memory() if self.held is None else self.held, self._flat.slices)
-        self._parts = parts if self.lasts else []
-        return parts
+        return self._parts or cut(self.memory(), self._flat.slices)
 
-    def show(self, position: int, part: Tensor) -> None:
-        """Let a parameter's gradient be its part of this."""
-        parameter = self._flat.shards[position].parameter
-        if parameter is not None:
-            parameter.grad = part
-        self.numbers[position] += 1
+    def leave(self) -> None:
+        """Leave memory that comes and goes to those who have a gradient in it."""
+        if not self._lasts:
+            self.held = None
 
 
 @dataclass(eq=False, slots=True)
 class Round:
-    """What a bucket has collected since the last publication; positions are those of its parameters."""
+    """What a bucket has collected since the last publication, and its averages on their way to the shard.
+
+    Positions are those of its parameters.
+    """
 
     arrived: set[int] = field(default_factory=set)  # in the running round
     local: set[int] = field(default_factory=set)  # what holds unreduced gradients of earlier micro-steps
@@ -135,17 +135,11 @@ class Round:
     # wait here, and are added again: the ones in ``carried``.
     carry: Tensor | None = None
     carried: set[int] = field(default_factory=set)
-
-
-@dataclass(eq=False, slots=True)
-class Reduction:
-    """A bucket's averages on their way to its shard."""
-
     pending: Pending | None = None  # the reduction under way
+    direct: bool = False  # what it ends with is in the shard
     averaging: Pending | None = None  # what makes the shard's averages those of all shard groups
-    leaving: Transfer | None = None  # brings averages to the host, out of the full buffer
-    direct: bool = False  # what the reduction under way ends with is in the shard
     total: Tensor | None = None  # on the device: what leaves for the host, and is averaged between groups before
+    leaving: Transfer | None = None  # brings averages to the host, out of the full buffer
 
 
 class GradientBucket:
@@ -194,7 +188,6 @@ class GradientBucket:
         self.grouped = False
         """Whether the averages in the shard are those of one shard group of several."""
         self.round = Round()
-        self.under_way = Reduction()
 
     @property
     def nbytes(self) -> int:
@@ -215,13 +208,12 @@ class GradientBucket:
         """Let this rank's slice of a parameter's averaged gradient be ``own``: 1-D. Read once. Not in a backward."""
         part = self.shard.parts()[position]
         part.copy_(own)
-        self.shard.show(position, part)
-        if not self.shard.lasts:
-            self.shard.held = None  # it is left to those who have a gradient in it
+        self._show(position, part)
+        self.shard.leave()
 
     def drainable(self, seconds: float) -> bool:
         """Whether ``drain`` would return within ``seconds``."""
-        return self.under_way.pending is None or self.under_way.pending.ready_within(seconds)
+        return self.round.pending is None or self.round.pending.ready_within(seconds)
 
     def has_gradient(self, position: int) -> bool:
         """Whether this rank had a gradient for a parameter since the gradients were last cleared and published."""
@@ -233,8 +225,8 @@ class GradientBucket:
 
     def give_buffer(self, room: FlatBuffer | None) -> None:
         """Collect in ``room`` from now on."""
-        if self.under_way.leaving is not None:
-            self.under_way.leaving.order()
+        if self.round.leaving is not None:
+            self.round.leaving.order()
         self.room, self.round.plain = room, False
 
     def collect_in_shard(self) -> bool:
@@ -246,16 +238,15 @@ class GradientBucket:
 
     def open(self) -> None:
         """Begin a backward: so that not even the first gradient needs more than to be copied, where that can be."""
-        now, way = self.round, self.under_way
-        busy = now.dirty or now.held or now.local or way.pending is not None or way.averaging is not None
-        now.plain = not busy and self.collect_in_shard()
+        now = self.round
+        now.plain = not (now.dirty or now.held or now.local) and self.collect_in_shard()
 
     def add(self, position: int, gradient: Tensor) -> None:
         """Take over a parameter's gradient, of full shape and any floating dtype. Read once."""
         now = self.round
         if self.room is None:
             raise RuntimeError(f"A gradient of unit '{self.unit.name}' arrived before memory for it was claimed.")
-        if not now.dirty and self.resident is not None and self.in_place:
+        if not now.dirty and self.in_place:
             self._save_reduced()
         again = position in now.arrived or (position in now.local and self._has_grad(position))
         if now.carry is not None and not (again or now.further or self._has_grad(position)):
@@ -297,10 +288,10 @@ class GradientBucket:
     def start_round(self) -> None:
         """Make room for gradients that arrive after this backward's reduction was launched."""
         self.drain()
-        now, way = self.round, self.under_way
-        if way.leaving is not None:
-            way.leaving.order()
-        if way.averaging is not None and self.in_place and self.room is not None:
+        now = self.round
+        if now.leaving is not None:
+            now.leaving.order()
+        if now.averaging is not None and self.in_place and self.room is not None:
             # There, and some rank may join it only at the end of its backward.
             self.give_buffer(FlatBuffer.of(torch.empty_like(self.room.flat), self.flat.layout))
         now.plain, now.further = False, True
@@ -314,34 +305,32 @@ class GradientBucket:
         ``patience``: seconds to wait for memory of the wire. ``last``: over those of all shard groups, as a step
         follows. Collective: every rank, in the agreed order of buckets.
         """
-        now, way = self.round, self.under_way
-        if way.averaging is not None:
+        now = self.round
+        if now.averaging is not None:
             self.settle()
         if self.room is None:
             raise RuntimeError(f"No gradient memory was claimed for unit '{self.unit.name}'.")
         full, views, empty = self.room
         everything = len(now.arrived) == len(views)
-        if full is self.shard.held and now.plain and everything:  # all is there, and nobody else's is to come
-            way.direct, now.launched, now.dirty, now.plain = True, True, False, False
+        in_shard = full is self.shard.held
+        if in_shard and now.plain and everything:  # all is there, and nobody else's is to come
+            now.direct, now.launched, now.dirty, now.plain = True, True, False, False
             return
         if not now.dirty and not now.local and self.in_place:
             self._save_reduced()
         # What was cleared by zero_grad since it was put aside does not come back.
         if now.carry is not None and not now.further:
-            now.carried &= self._with_gradient()
+            now.carried = {position for position in now.carried if self._has_grad(position)}
         with untracked():
             if not everything:
-                missing = [
-                    i for i in range(len(views)) if i not in now.arrived and not (i in now.local and self._has_grad(i))
-                ]
+                missing = [i for i in range(len(views)) if i not in now.arrived and not self.still_local(i)]
                 empty = [*(views[position] for position in missing), *empty]
             if empty:
                 foreach_zero(empty)
-            apart = self._exact and self.resident is None
-            way.direct = full is self.shard.held or (apart and not self._keeps())
-            target = self.shard.memory(whole=True) if way.direct else self._collectives.own_range(full)
+            now.direct = in_shard or (self._exact and self.resident is None and not self._keeps())
+            target = self.shard.memory(whole=True) if now.direct else self._collectives.own_range(full)
             what = f"gradients of '{self.unit.plan.name or '(root)'}'"
-            way.pending = self._collectives.reduce_scatter(full, target, what, patience, self.index)
+            now.pending = self._collectives.reduce_scatter(full, target, what, patience, self.index)
             self.grouped = self._collectives.grouped
             if self.grouped and last:
                 self.average_across()
@@ -352,18 +341,18 @@ class GradientBucket:
 
         On the host it is added in the background, until ``publish``; the full buffer is in use as long.
         """
-        way = self.under_way
-        if way.pending is None:
+        now = self.round
+        if now.pending is None:
             return
-        if self.transfers is not None and not way.direct:
-            copies = self._additions() if way.total is None else [Copy(way.total, self.shard.memory())]
-            way.leaving, way.pending = self.transfers.out(copies, way.pending), None
+        if self.transfers is not None and not now.direct:
+            copies = self._additions() if now.total is None else [Copy(now.total, self.shard.memory())]
+            now.leaving, now.pending = self.transfers.out(copies, now.pending), None
             return
-        way.pending.wait()
-        way.pending = None
-        if not way.direct:
+        now.pending.wait()
+        now.pending = None
+        if not now.direct:
             with untracked():
-                self._bring(() if self.in_place else self._additions())
+                self._bring(self._additions())
 
     def average_across(self) -> None:
         """Make averages of a shard group those of all ranks, behind the reduction under way, until ``settle``.
@@ -371,40 +360,38 @@ class GradientBucket:
         Collective: every rank, in one order.
         """
         self.settle()  # an earlier round
-        way = self.under_way
+        now = self.round
         copies: list[Copy] = []
         if self.transfers is not None and self.transfers.beside:
-            way.total = self._room_beside()
-            copies = [Copy(self.shard.memory(), way.total)] if way.pending is None or self._keeps() else []
-        if way.pending is not None and not way.direct:
+            now.total = self._room_beside()
+            copies = [Copy(self.shard.memory(), now.total)] if now.pending is None or self._keeps() else []
+        if now.pending is not None and not now.direct:
             # What is added to what is decided here, and not when some thread comes to it.
-            copies += () if self.in_place else self._additions(way.total)
-            way.pending.then(partial(self._bring, copies))
+            copies += self._additions(now.total)
+            now.pending.then(partial(self._bring, copies))
         elif copies:
             with untracked():
                 self._bring(copies)
-        on_host = way.total is not None
-        shard = self.shard.memory() if way.total is None else way.total
-        what = f"gradients of '{self.unit.name}'"
-        reduced, averaging = self._collectives.average_across(shard, what, way.pending, self.index)
-        way.pending, way.averaging = (averaging, None) if on_host else (reduced, averaging)
-        self.grouped, way.direct = False, not on_host
+        shard, what = self.shard.memory() if now.total is None else now.total, f"gradients of '{self.unit.name}'"
+        reduced, averaging = self._collectives.average_across(shard, what, now.pending, self.index)
+        now.pending, now.averaging = (reduced, averaging) if now.total is None else (averaging, None)
+        self.grouped, now.direct = False, now.total is None
 
     def settle(self) -> None:
         """Wait until the shard holds the averages of all ranks, if that has begun."""
-        way = self.under_way
-        if way.averaging is not None:
-            way.averaging.wait()
-        way.averaging = None
-        if way.leaving is not None:
-            way.leaving.wait()
+        now = self.round
+        if now.averaging is not None:
+            now.averaging.wait()
+        now.averaging = None
+        if now.leaving is not None:
+            now.leaving.wait()
 
     def publish(self, used: Collection[int]) -> None:
         """Show the reduced gradients to the optimizer, and forget the backward.
 
         Parameters that no rank has ``used`` keep what ``.grad`` they had, so that the optimizer skips them.
         """
-        if self.under_way.averaging is not None or self.under_way.leaving is not None:
+        if self.round.averaging is not None or self.round.leaving is not None:
             self.settle()
         for position, (one, part) in enumerate(zip(self.flat.shards, self.shard.parts(), strict=True)):
             parameter = one.parameter
@@ -421,41 +408,40 @@ class GradientBucket:
         if self.room is None:
             return
         now.plain = False
+        parts = self.shard.parts()
         with untracked():
             own = cut(self._collectives.own_range(self.room.flat), self.flat.slices)
-            parts = self.shard.parts()
             arrived = [Copy(own[position], parts[position]) for position in now.arrived]
             if self.transfers is not None:
                 self.transfers.out(arrived).wait()
             elif not self.in_place:
-                for source, target, _ in arrived:
-                    target.copy_(source)
+                self._bring(arrived)
         for position in now.arrived:
-            self.shard.show(position, parts[position])
+            self._show(position, parts[position])
         now.local |= now.arrived
         now.arrived.clear()
 
     def reset(self) -> None:
         """Forget the backward, not the gradients."""
-        self.round, self.under_way = Round(), Reduction()
+        self.round = Round()
         self.room = None if self.resident is None else self._lasting
-        if not self.shard.lasts:
-            self.shard.held = None  # it is left to those who have a gradient in it
+        self.shard.leave()
 
     def _has_grad(self, position: int) -> bool:
         parameter = self.flat.shards[position].parameter
         return parameter is not None and parameter.grad is not None
 
-    def _with_gradient(self) -> set[int]:
-        return {
-            i for i, one in enumerate(self.flat.shards) if one.parameter is not None and one.parameter.grad is not None
-        }
+    def _show(self, position: int, part: Tensor) -> None:
+        parameter = self.flat.shards[position].parameter
+        if parameter is not None:
+            parameter.grad = part
+        self.shard.numbers[position] += 1
 
     def _save_reduced(self) -> None:
         now = self.round
         if now.carry is not None or now.local or self.room is None:
             return
-        kept = set(range(len(self.flat.parameters))) if now.further else self._with_gradient()
+        kept = {position for position in range(len(self.flat.shards)) if now.further or self._has_grad(position)}
         if kept:
             with untracked():
                 now.carry, now.carried = self._collectives.own_range(self.room.flat).clone(), kept
@@ -487,27 +473,26 @@ class GradientBucket:
             position
             for position, one in enumerate(self.flat.shards)
             if now.further
-            or (one.parameter is not None and position not in now.local and one.parameter.grad is not None)
+            or (one.parameter is not None and one.parameter.grad is not None and position not in now.local)
         ]
 
     def _additions(self, total: Tensor | None = None) -> list[Copy]:
         """How a reduction's result gets into the shard, or ``total``: added to what is there, or instead of it."""
+        if self.in_place:
+            return []
         if self.room is None:
             raise RuntimeError(f"Unit '{self.unit.name}' has no memory with reduced gradients.")
         keeps, result = self._keeps(), self._collectives.own_range(self.room.flat)
+        target = self.shard.memory(whole=not keeps) if total is None else total
         if not keeps or len(keeps) == len(self.flat.shards):
-            return [Copy(result, self.shard.memory(whole=True) if total is None else total, bool(keeps))]
-        pieces, views = (
-            cut(result, self.flat.slices),
-            cut(self.shard.memory() if total is None else total, self.flat.slices),
-        )
-        pairs = enumerate(zip(pieces, views, strict=True))
-        return [Copy(piece, view, position in keeps) for position, (piece, view) in pairs]
+            return [Copy(result, target, bool(keeps))]
+        pairs = enumerate(zip(cut(result, self.flat.slices), cut(target, self.flat.slices), strict=True))
+        return [Copy(piece, part, position in keeps) for position, (piece, part) in pairs]
 
 
 def report_width(buckets: int) -> int:
     """How many integers a report about ``buckets`` buckets takes."""
-    return 3 * -(-buckets // _BITS) if buckets else 0
+    return -(-3 * buckets // _BITS)
 
 
 @dataclass(eq=False, slots=True)
@@ -538,7 +523,7 @@ class GradientReducer:
         self._means = means
         self._plan_order = tuple(reversed(range(len(self.buckets))) if forwards else range(len(self.buckets)))
         self._orders: dict[str, tuple[int, ...]] = {}
-        self._unlike: set[str] = set()  # backwards in which ranks had gradients for different parameters the last time
+        self._unlike: set[str] = set()  # backwards in which a rank joined a reduction late once
         self._running = _Backward(order=self._plan_order)
         self._siblings: dict[int, list[GradientBucket]] = {}
         for bucket in self.buckets:
@@ -553,15 +538,15 @@ class GradientReducer:
         """Indices of the buckets' units in the order in which a backward ends with them: alike on all ranks."""
         return [self.buckets[index].unit.plan.index for index in next(iter(self._orders.values()), self._plan_order)]
 
-    def open(self, name: str, uniform: bool = True, last: bool = True) -> None:
+    def open(self, name: str, last: bool = True) -> None:
         """Begin a backward. Those of one ``name`` share an order of buckets.
 
         Averages are those of this rank's shard group until the ``last`` backward before a step.
 
-        Unless all ranks used the same units in the forward (``uniform``), and had gradients for the same parameters in
-        the last backward of this name, a rank may join a reduction only at the very end: nobody waits for one before.
+        A rank that skips a unit joins its reduction only at the very end: nobody waits for one before, once that was
+        seen in a backward of this name.
         """
-        patience = PATIENCE_SECONDS if uniform and name not in self._unlike else 0.0
+        patience = 0.0 if name in self._unlike else PATIENCE_SECONDS
         self._running = _Backward(name, self._orders.get(name, self._plan_order), last, patience)
         for bucket in self.buckets:
             if bucket.is_alone:
@@ -617,32 +602,25 @@ class GradientReducer:
 
     def report(self) -> list[int]:
         """What this rank has to tell at the end of a backward: touched, complete and late buckets, as bits."""
-        touched = [bucket.touched for bucket in self.buckets]
-        counts = [len(bucket.flat.parameters) for bucket in self.buckets]
-        complete = [
-            len(bucket.round.arrived) == count or all(map(bucket.has_gradient, range(count)))
-            for bucket, count in zip(self.buckets, counts, strict=True)
-        ]
-        late = [bucket.round.launched and bucket.round.dirty for bucket in self.buckets]
-        return [word for flags in (touched, complete, late) for word in _pack(flags)]
+        flags = [bucket.touched for bucket in self.buckets]
+        for bucket in self.buckets:
+            count = len(bucket.flat.parameters)
+            flags.append(len(bucket.round.arrived) == count or all(map(bucket.has_gradient, range(count))))
+        flags += [bucket.round.launched and bucket.round.dirty for bucket in self.buckets]
+        bits = sum(1 << index for index, flag in enumerate(flags) if flag)
+        return [bits >> start & (1 << _BITS) - 1 for start in range(0, len(flags), _BITS)]
 
     def close(self, rows: Sequence[Sequence[int]]) -> None:
         """Reduce what is left, and publish. ``rows`` holds every rank's report.
 
         Collective: every rank.
         """
-        running, words = self._running, report_width(len(self.buckets)) // 3
-        merged = [0] * (3 * words)
-        for row in rows:
-            merged = [a | b for a, b in zip(merged, row, strict=True)]
-        count = len(self.buckets)
-        touched = _unpack(merged[:words], count)
-        complete = _unpack(merged[words : 2 * words], count)
-        if all(row[: 2 * words] == rows[0][: 2 * words] for row in rows):
-            self._unlike.discard(running.name)
-        else:
+        running, count = self._running, len(self.buckets)
+        if any(row != rows[0] for row in rows):
             self._unlike.add(running.name)
-        late = _unpack(merged[2 * words :], count)
+        merged = [reduce(or_, words) for words in zip(*rows, strict=True)]
+        flags = [bool(merged[index // _BITS] >> index % _BITS & 1) for index in range(3 * count)]
+        touched, complete, late = flags[:count], flags[count : 2 * count], flags[2 * count :]
         for index in running.order[running.launched :]:
             if touched[index]:
                 self._launch(self.buckets[index])
@@ -654,13 +632,13 @@ class GradientReducer:
             if bucket.grouped and running.last:  # in earlier micro-steps
                 bucket.average_across()
         for bucket in self.buckets:
-            if bucket.under_way.pending is not None:
+            if bucket.round.pending is not None:
                 with self._span(Phase.WAIT_REDUCE, bucket):
                     bucket.drain()
         used = self._agree_used(touched, complete)
         self._remember_order(touched)
         for bucket in self.buckets:
-            if bucket.under_way.averaging is not None:
+            if bucket.round.averaging is not None:
                 with self._span(Phase.WAIT_REDUCE, bucket):
                     bucket.settle()
             if touched[bucket.index]:
@@ -668,8 +646,7 @@ class GradientReducer:
             else:
                 bucket.settle()  # what it had of earlier micro-steps may have been averaged now
                 bucket.reset()
-        if self._taken:
-            self._give_back()
+        self._give_back()
         self.holds_local = True in [bucket.grouped for bucket in self.buckets]
 
     def keep_local(self) -> None:
@@ -685,8 +662,8 @@ class GradientReducer:
 
         Returns reductions still under way; their memory must not be used again before they are done.
         """
-        ways = [bucket.under_way for bucket in self.buckets]
-        orphans = [pending for way in ways for pending in (way.pending, way.averaging) if pending is not None]
+        rounds = [bucket.round for bucket in self.buckets]
+        orphans = [pending for now in rounds for pending in (now.pending, now.averaging) if pending is not None]
         for bucket in self.buckets:
             bucket.reset()
             bucket.grouped = False
@@ -719,7 +696,7 @@ class GradientReducer:
             busy = [one for one in holders if one.round.dirty or (not one.round.launched and one.touched)]
             if not busy and self._drainable(holders):
                 for other in holders:
-                    if other.under_way.pending is not None:
+                    if other.round.pending is not None:
                         with self._span(Phase.WAIT_REDUCE, other):
                             other.drain()
                     other.give_buffer(None)
@@ -742,7 +719,7 @@ class GradientReducer:
         found: list[FlatBuffer] = buffer.made.get(unit.plan.index) or buffer.keep(unit.plan.index, rooms)
         for member, room in zip(group, found, strict=True):
             if member.room is None or not member.round.dirty:
-                if member.under_way.pending is not None:
+                if member.round.pending is not None:
                     member.drain()
                 member.give_buffer(room)
 
@@ -754,6 +731,7 @@ class GradientReducer:
             if all(holder.drainable(self._running.patience) for holder in holders):
                 return True
         self._running.patience = 0.0
+        self._unlike.add(self._running.name)
         return False
 
     def _give_back(self) -> None:
@@ -780,15 +758,3 @@ class GradientReducer:
             order += [i for i in self._plan_order if touched[i] and i not in order]
             order += [i for i in self._plan_order if not touched[i]]
             self._orders[self._running.name] = tuple(order)
-
-
-def _pack(flags: Sequence[bool]) -> list[int]:
-    words = [0] * -(-len(flags) // _BITS)
-    for index, flag in enumerate(flags):
-        if flag:
-            words[index // _BITS] |= 1 << (index % _BITS)
-    return words
-
-
-def _unpack(words: Sequence[int], count: int) -> list[bool]:
-    return [bool(words[index // _BITS] >> (index % _BITS) & 1) for index in range(count)]

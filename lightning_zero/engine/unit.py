@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import nullcontext
-from enum import Enum
 from typing import Any, NoReturn
 
 import torch
@@ -32,7 +31,7 @@ from lightning_zero.shards.binding import (
 )
 from lightning_zero.shards.slice import FlatParameters, checksum, views_of
 
-__all__ = ["ReplicatedUnit", "SavedPlace", "ShardedUnit", "Unit", "UnitState"]
+__all__ = ["ReplicatedUnit", "SavedPlace", "ShardedUnit", "Unit"]
 
 SavedPlace = tuple[Any, torch.Size, tuple[int, ...], torch.dtype]
 """What of a buffer a tensor shows: first element, shape, strides, and dtype."""
@@ -192,15 +191,6 @@ class ReplicatedUnit(Unit):
                 self.count(parameter, 1)
 
 
-class UnitState(Enum):
-    """What of a sharded unit's full parameters is in memory. Its verbs go through these in this order."""
-
-    SHARDED = "nothing but this rank's shard"
-    GATHERING = "a buffer that a gather fills"
-    UNSHARDED = "a buffer, full and valid, parameters show placeholders"
-    BOUND = "a buffer, full and valid, parameters are views of it"
-
-
 class ShardedUnit(Unit):
     """A unit whose full parameters exist only while it computes, in a buffer of the pool."""
 
@@ -216,15 +206,6 @@ class ShardedUnit(Unit):
         self.pins = 0  # who computes with them
         self.content = 0
         """A number for the values of its weights, alike on all ranks, of which each comes once."""
-
-    @property
-    def state(self) -> UnitState:
-        """What is in memory."""
-        if self.storage is None:
-            return UnitState.SHARDED
-        if self.pins:
-            return UnitState.BOUND
-        return UnitState.GATHERING if self.pending else UnitState.UNSHARDED
 
     @property
     def resident(self) -> bool:
@@ -377,8 +358,8 @@ class ShardedUnit(Unit):
 
     def _refuse(self, what: str) -> NoReturn:
         raise RuntimeError(
-            f"Unit '{self.name}' is {self.state.name} and cannot {what}. This is an error in lightning_zero itself; "
-            "please report it with the model that shows it."
+            f"Unit '{self.name}' cannot {what}. This is an error in lightning_zero itself; please report it with the "
+            "model that shows it."
         )
 
 

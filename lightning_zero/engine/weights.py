@@ -7,13 +7,7 @@ each unit's gather is waited for when the first module that owns one of its para
 then its parameters go on showing NaN.
 
 Where the module computes with what the user sees (one dtype), weights may be read and written at any moment after the
-step, and no hook would notice. A torn read is the worst that could happen, so there the step itself waits. Placeholders
-would not do, although they ask for their values. An address that was taken before is not counted as an alias is, and
-shows old values. What is written in C++ and gets the parameter without asking torch reads NaN, where it reads weights
-now. And a forked process, a loader's worker, has no thread that a gather could arrive at. It would save as much as a
-forward takes, at most: of 10M at 200 Mbit/s 0.84 s of a step of 2.1 s are waited for, and 0.80 s (``zero1``) or 0.77 s
-(``zero2``) if only forwards wait; 0.75 s and 0.51 s of 2.8 s where a forward takes 0.3 s. Gathers that begin while the
-next unit is stepped on would save less: all steps take 10 ms.
+step, and no hook would notice. A torn read is the worst that could happen, so there the step itself waits.
 
 [Note: weights that are read where no module is called]
 ``F.linear(x, self.head.weight)`` in a training step reads a weight that no forward has brought. Its parameter is absent
@@ -39,7 +33,7 @@ from lightning_zero.engine.agreement import Means
 from lightning_zero.engine.events import Phase
 from lightning_zero.engine.unit import ReplicatedUnit, Unit
 from lightning_zero.errors import OffloadError
-from lightning_zero.offload.transfers import Copy, Transfer
+from lightning_zero.offload.transfers import Copy
 
 __all__ = ["HALF_UPDATED", "PublishedWeights"]
 
@@ -65,7 +59,6 @@ class PublishedWeights:
         self._lent: list[Pending] = []  # arrived; other ranks may still be reading this rank's part
         self._open = False  # parameters show values
         self._compiled: bool | None = None  # whether parts of the module are, once asked
-        self._returning: tuple[Unit, Transfer | None] | None = None  # whose masters are on their way from the host
         self._returned: set[int] = set()  # units of the running step whose masters are back, or on their way
 
     def begin_step(self) -> None:
@@ -74,29 +67,18 @@ class PublishedWeights:
         self._returned.clear()
 
     def unit_stepped(self, index: int) -> None:
-        """Bring one unit's updated masters from the host to the compute copies, while the next one is stepped on.
-
-        Collective: every rank, for every unit of the optimizer, in ascending order; also if stepping has failed here.
-        """
-        self.publish_stepped()
+        """See ``ZeroEngine.unit_stepped``."""
         unit = self._units[index]
         copies = [  # those on disk went there piece by piece
             Copy(flat.master, flat.weights)
             for flat in unit.flats
             if flat.layout.trainable and flat.rest.master is Tier.HOST and flat.weights is not None
         ]
-        self._returning = unit, self._means.tiers.transfers.back(copies) if copies else None
-        self._returned.add(index)
-
-    def publish_stepped(self) -> None:
-        """Publish the unit that ``unit_stepped`` named last. The host may still be reading its masters."""
-        if self._returning is None:
-            return
-        (unit, transfer), self._returning = self._returning, None
-        if transfer is not None:
-            transfer.order()
+        if copies:
+            self._means.tiers.transfers.back(copies).order()
         if isinstance(unit, ReplicatedUnit):
             self.publish(unit)
+        self._returned.add(index)
 
     def refresh(self, indices: Iterable[int]) -> None:
         """Bring the masters of units that were stepped on to the compute copies, in this order, where they are not.
@@ -175,7 +157,6 @@ class PublishedWeights:
         self._means.collectives.abandon([*under_way, *self._lent])
         self._arriving.clear()
         self._lent.clear()
-        self._returning = None
         self._returned.clear()
 
     def _is_compiled(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_zero.engine.agreement import Agreement
-from lightning_zero.engine.order import UnitOrder
+from lightning_zero.engine.schedule import UnitOrder
 from lightning_zero.errors import DivergenceError
 
 DEADLINE = 20.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -12,11 +13,30 @@ from torch import nn
 from lightning_zero import HostOffload, build_plan
 from lightning_zero.comm import LocalCollectives, Streams
 from lightning_zero.engine.build import UnitBuilder
-from lightning_zero.engine.unit import ShardedUnit, UnitState
+from lightning_zero.engine.unit import ShardedUnit
 from lightning_zero.meta import MetaValues
 from tests.helpers.wires import make_means
 
 CPU = torch.device("cpu")
+
+
+class UnitState(Enum):
+    """What of a sharded unit's full parameters is in memory. Its verbs go through these in this order."""
+
+    SHARDED = "nothing but this rank's shard"
+    GATHERING = "a buffer that a gather fills"
+    UNSHARDED = "a buffer, full and valid, parameters show placeholders"
+    BOUND = "a buffer, full and valid, parameters are views of it"
+
+
+def state_of(unit: ShardedUnit) -> UnitState:
+    if unit.storage is None:
+        return UnitState.SHARDED
+    if unit.pins:
+        return UnitState.BOUND
+    return UnitState.GATHERING if unit.pending else UnitState.UNSHARDED
+
+
 SHARDED, GATHERING, UNSHARDED, BOUND = UnitState.SHARDED, UnitState.GATHERING, UnitState.UNSHARDED, UnitState.BOUND
 WIRE = LocalCollectives()
 
@@ -52,7 +72,7 @@ def unit_in(state: UnitState) -> ShardedUnit:
     assert isinstance(unit, ShardedUnit)
     for verb in ROADS[state]:
         VERBS[verb](unit)
-    assert unit.state is state
+    assert state_of(unit) is state
     return unit
 
 
@@ -62,17 +82,17 @@ def test_every_verb_in_every_state(verb: str, start: UnitState) -> None:
     unit, target = unit_in(start), MOVES[verb][start]
     if target is not None:
         VERBS[verb](unit)
-        assert unit.state is target
+        assert state_of(unit) is target
         return
-    with pytest.raises(RuntimeError, match=f"Unit 'block' is {start.name} and cannot"):
+    with pytest.raises(RuntimeError, match="Unit 'block' cannot"):
         VERBS[verb](unit)
-    assert unit.state is start, "a refused verb changed the state"
+    assert state_of(unit) is start, "a refused verb changed the state"
 
 
 def test_the_last_unbind_lets_the_memory_go() -> None:
     unit = unit_in(BOUND)
     unit.bind()
     assert not VERBS["unbind"](unit)
-    assert unit.state is BOUND
+    assert state_of(unit) is BOUND
     assert VERBS["unbind"](unit)
-    assert unit.state is UNSHARDED
+    assert state_of(unit) is UNSHARDED

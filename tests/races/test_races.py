@@ -111,7 +111,7 @@ _ARRIVES = "wait in comm/collectives.py wait: self._streams.wait(self._event) < 
 _HOPS = "both hops, and the arithmetic behind them, are on one stream"
 _IN_ORDER = "all of an average is on the stream of the reductions, where it is behind the one that it needs"
 SPARE = {
-    "result in offload/transfers.py order: self._event = job.result() < engine/weights.py publish_stepped": _HANDS_OVER,
+    "result in offload/transfers.py order: self._event = job.result() < engine/weights.py unit_stepped": _HANDS_OVER,
     "result in offload/transfers.py settle: self._jobs.popleft().exception() < offload/transfers.py settle < "
     "engine/engine.py before_optimizer_step": _HANDS_OVER,
     "result in offload/transfers.py settle: self._jobs.popleft().exception() < offload/transfers.py close": _HANDS_OVER,
