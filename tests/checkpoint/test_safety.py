@@ -238,7 +238,7 @@ def test_an_index_that_was_written_by_an_early_python_3_11(stock: Path) -> None:
             def __reduce__(self, kind: Any = kind) -> Any:
                 return getattr, (kind, "__class__")
 
-        with pytest.raises(ValueError, match=r"names builtins\.getattr, which does not belong"):
+        with pytest.raises(ValueError, match=r"names builtins\.getattr of another class, which does not belong"):
             parse_metadata(pickle.dumps(Reads()))
 
 
@@ -485,7 +485,7 @@ def tensor(first: int = 0, end: int = 8, shape: Any = (2,), dtype: Any = "F32") 
         (safetensors(b"\xff\xfe"), "UnicodeDecodeError"),
         (safetensors(b"{"), "JSONDecodeError"),
         (safetensors(b"[" * 100_000), "RecursionError"),
-        (safetensors([]), "header is a list"),
+        (safetensors([]), "TypeError"),
         (safetensors({"a": 1}), "TypeError"),
         (safetensors({"a": {}}), "KeyError"),
         (safetensors({"a": tensor(dtype="F4")}, b"\0" * 8), "dtype 'F4'"),
@@ -495,14 +495,14 @@ def tensor(first: int = 0, end: int = 8, shape: Any = (2,), dtype: Any = "F32") 
         (safetensors({"a": tensor(shape=(1 << 62, 1 << 62))}, b"\0" * 8), "shape"),
         (safetensors({"a": tensor(0, 0, (0, 1 << 62, 4))}), "shape"),
         (safetensors({"a": tensor(0, 0, (1 << 59,) * 50_000)}), "50000 dimensions"),
-        (safetensors({"a": tensor(shape=(3,))}, b"\0" * 12), "8 bytes, 3 elements"),
-        (safetensors({"a": tensor(-8, 0)}, b"\0" * 8), "-8 to 0"),
-        (safetensors({"a": tensor(1 << 70, (1 << 70) + 8)}, b"\0" * 8), "begins at byte"),
+        (safetensors({"a": tensor(shape=(3,))}, b"\0" * 12), "2 of the 3 elements"),
+        (safetensors({"a": tensor(-8, 0)}, b"\0" * 8), "lies at bytes"),
+        (safetensors({"a": tensor(1 << 70, (1 << 70) + 8)}, b"\0" * 8), "lies at bytes"),
         (safetensors({"a": tensor()}, b"\0" * 7), "tensors end at byte"),
         (safetensors({"a": tensor()}, b"\0" * 9), "tensors end at byte"),
-        (safetensors({"a": tensor(8, 16)}, b"\0" * 16), "begins at byte"),
-        (safetensors({"a": tensor(), "b": tensor()}, b"\0" * 8), "'b' begins at byte"),
-        (safetensors({"a": tensor(), "b": tensor(4, 12)}, b"\0" * 12), "'b' begins at byte"),
+        (safetensors({"a": tensor(8, 16)}, b"\0" * 16), "lies at bytes"),
+        (safetensors({"a": tensor(), "b": tensor()}, b"\0" * 8), "'b' lies at bytes"),
+        (safetensors({"a": tensor(), "b": tensor(4, 12)}, b"\0" * 12), "'b' lies at bytes"),
         (safetensors(b'{"a":{},"a":{}}'), "appears twice"),
     ],
 )

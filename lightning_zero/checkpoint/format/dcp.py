@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import re
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -87,26 +88,15 @@ def parse_metadata(data: bytes) -> Index:
     See [Note: A pickle that calls nothing].
     """
     try:
-        loaded = _Unpickler(io.BytesIO(data)).load()
+        return _index(_Unpickler(io.BytesIO(data)).load())
     except _Refused:
         raise
     except Exception as error:  # a damaged pickle can raise anything
         raise ValueError(f"it is damaged: {type(error).__name__}: {error}") from error
-    try:
-        return _index(loaded)
-    except (AttributeError, TypeError, KeyError) as error:  # a field of another kind
-        raise ValueError(f"it is not what torch.distributed.checkpoint writes: {error!r}") from error
 
 
 class _Refused(ValueError):
-    """A name that is not on the list."""
-
-
-def _foreign(module: str, name: str) -> _Refused:
-    return _Refused(
-        f"it names {module}.{name}, which does not belong into a checkpoint's index: the file was not written by "
-        "torch.distributed.checkpoint alone, and loading it could run code"
-    )
+    """What must not be in an index, or does not fit together."""
 
 
 class _StandIn:
@@ -130,86 +120,68 @@ class _Unpickler(pickle._Unpickler):  # in Python: a damaged number in a file do
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self._known:
-            raise _foreign(module, name)
+            raise _Refused(
+                f"it names {module}.{name}, which does not belong into a checkpoint's index: the file was not written "
+                "by torch.distributed.checkpoint alone, and loading it could run code"
+            )
         return self._known[module, name]
 
     def _member(self, kind: Any, name: Any) -> Any:
         """How Python 3.11.0 to 3.11.3 write a member of an enum; anything else is refused, and nothing is looked up."""
-        if kind is not self._known[_ENCODING]:
-            raise _foreign("builtins", "getattr")
-        return kind(name)
-
-
-def _is(value: Any, name: str) -> bool:
-    """Whether a value is an instance of the stand-in for one of DCP's classes."""
-    return isinstance(value, _StandIn) and type(value).__name__ == name
+        return kind(name) if kind is self._known[_ENCODING] else self.find_class("builtins", "getattr of another class")
 
 
 def _index(loaded: Any) -> Index:
-    if not _is(loaded, "Metadata"):
-        raise ValueError(f"it holds a {type(loaded).__name__}")
+    if type(loaded).__name__ != "Metadata":
+        raise _Refused(f"it holds a {type(loaded).__name__}")
     places: dict[Any, StoredBytes] = {}
     for key, info in loaded.storage_data.items():
-        places[key.fqn, getattr(key, "offset", None)] = _stored_bytes(key.fqn, info)  # no offset: of a value
+        if getattr(info, "transform_descriptors", None):
+            raise _Refused(
+                f"'{key.fqn}' was written through {info.transform_descriptors}: only plain bytes can be read"
+            )
+        if not re.fullmatch(r"(?!\.\.?$)[^/\\\0]+", info.relative_path):
+            raise _Refused(f"'{key.fqn}' lies in the file {info.relative_path!r}, which is not a plain file name")
+        place = StoredBytes(info.relative_path, *_sizes((info.offset, info.length)))
+        places[key.fqn, getattr(key, "offset", None)] = place  # no offset: of a value
     items: dict[str, BoxItem | StoredBytes] = {}
     for name, entry in loaded.state_dict_metadata.items():
-        if _is(entry, "BytesStorageMetadata"):
-            items[_name(name)] = places[name, None]
-        elif _is(entry, "TensorStorageMetadata"):
-            items[_name(name)] = _tensor(name, entry, places)
+        if type(entry).__name__ == "BytesStorageMetadata":
+            items[name] = places[name, None]
         else:
-            raise ValueError(f"'{name}' is a {type(entry).__name__}")
+            items[name] = _tensor(name, entry, places)
     paths = getattr(loaded, "planner_data", None) or {}
-    for path in paths.values():
+    for path in (*paths.values(), *((name,) for name in (*items, *paths))):
         if type(path) is not tuple or not path or any(type(part) not in (str, int) for part in path):
-            raise ValueError(f"it holds {reprlib.repr(path)} instead of a path")
-    return Index(items, {_name(name): path for name, path in paths.items()})
+            raise _Refused(f"it holds {reprlib.repr(path)} instead of a path")
+    return Index(items, paths)
 
 
 def _tensor(name: str, entry: Any, places: Mapping[Any, StoredBytes]) -> BoxItem:
     shape, dtype, layout = _sizes(entry.size), entry.properties.dtype, entry.properties.layout
-    if not isinstance(dtype, torch.dtype) or not _is(layout, "_get_layout") or layout.arguments != ("torch.strided",):
-        what = reprlib.repr((dtype, getattr(layout, "arguments", layout)))
-        raise ValueError(f"'{name}' is not a plain tensor: {what}")
+    if not isinstance(dtype, torch.dtype) or layout.arguments != ("torch.strided",):
+        raise _Refused(f"'{name}' is not a plain tensor: {reprlib.repr((dtype, layout.arguments))}")
     boxes = []
     for chunk in entry.chunks:
         box = Box(_sizes(chunk.offsets), _sizes(chunk.sizes))
         if any(offset + size > total for offset, size, total in zip(*box, shape, strict=True)):
-            raise ValueError(f"of '{name}' with shape {reprlib.repr(shape)}, a part has {reprlib.repr(box)}")
+            raise _Refused(f"of '{name}' with shape {reprlib.repr(shape)}, a part has {reprlib.repr(box)}")
         if 0 in box.sizes:
             continue
         place = places.get((name, box.offsets), places.get((name, None)) if len(entry.chunks) == 1 else None)
-        if place is None:
-            raise ValueError(f"it does not say where the part of '{name}' at {box.offsets} lies")
-        if math.prod(box.sizes) * dtype.itemsize > place.nbytes:
-            raise ValueError(f"of '{name}', {box} claims more than the {place.nbytes} bytes that it lies in")
+        if place is None or math.prod(box.sizes) * dtype.itemsize > place.nbytes:
+            held = "bytes that are nowhere" if place is None else f"more than the {place.nbytes} bytes that it lies in"
+            raise _Refused(f"of '{name}', {box} claims {held}")
         boxes.append(StoredBox(box, place))
     try:
         return BoxItem((), dtype, shape, (), tuple(boxes))
     except ValueError as error:
-        raise ValueError(f"of '{name}', {error}") from error
-
-
-def _stored_bytes(name: str, info: Any) -> StoredBytes:
-    if getattr(info, "transform_descriptors", None):
-        raise ValueError(
-            f"'{name}' was written through {reprlib.repr(info.transform_descriptors)}: only plain bytes can be read"
-        )
-    file = _name(info.relative_path)
-    if file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
-        raise ValueError(f"'{name}' lies in the file {file!r}, which is not a plain file name")
-    return StoredBytes(file, *_sizes((info.offset, info.length)))
-
-
-def _name(value: Any) -> str:
-    if type(value) is not str:
-        raise ValueError(f"it holds {reprlib.repr(value)} instead of a name")
-    return value
+        raise _Refused(f"of '{name}', {error}") from error
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
     if type(value) is not tuple or any(type(size) is not int or size < 0 for size in value):
-        raise ValueError(f"it holds {reprlib.repr(value)} instead of sizes")
+        raise _Refused(f"it holds {reprlib.repr(value)} instead of sizes")
     return value
 
 

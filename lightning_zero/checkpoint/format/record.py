@@ -112,7 +112,7 @@ class FileEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorItem:
-    """A tensor; its chunks are sorted and tile the flattened elements exactly."""
+    """A tensor; its chunks are sorted and tile the flattened elements exactly, or a ``ValueError``."""
 
     path: tuple[Any, ...]
     dtype: torch.dtype
@@ -123,8 +123,6 @@ class TensorItem:
         check_stored(self.dtype, self.shape)
         end = 0
         for chunk in self.chunks:
-            if type(chunk.start) is not int or type(chunk.numel) is not int or not _is_crc32(chunk.crc32):
-                raise ValueError(f"it has the part {chunk}")
             if chunk.start != end or chunk.numel <= 0:
                 raise ValueError(f"elements {end} to {chunk.start} are stored nowhere or twice")
             end += chunk.numel
@@ -158,8 +156,8 @@ Item = TensorItem | ValueItem | BlobItem
 class Record:
     """The content of ``zero.json``. See [Note: The directory].
 
-    Making one raises ``ValueError`` if a chunk or a blob lies outside the files that the record lists, a file name is
-    none, or what tells where it comes from is of another type.
+    Making one raises ``ValueError`` if a chunk or a blob lies outside the files that the record lists, or a file name
+    is none.
     """
 
     files: Mapping[str, FileEntry]
@@ -170,36 +168,19 @@ class Record:
     writer: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, entry in self.files.items():
+        for name in self.files:
             if not _FILE_NAME.fullmatch(name) or name in (".", "..", RECORD_FILE):
                 raise ValueError(f"it lists the file {name!r}, which is not a plain file name")
-            if type(entry.nbytes) is not int or not _is_crc32(entry.crc32):
-                raise ValueError(f"it lists the file {name!r} with {entry}")
-        if type(self.world_size) is not int or self.world_size < 1:
-            raise ValueError(f"it has the world size {self.world_size!r}")
-        if not isinstance(self.writer, Mapping) or not all(isinstance(value, str) for value in self.writer.values()):
-            raise ValueError(f"it was written by {self.writer!r}")
         for key, item in self.items.items():
+            ranges = [(item.file, item.offset, item.nbytes)] if isinstance(item, BlobItem) else []
             if isinstance(item, TensorItem):
-                for chunk in item.chunks:
-                    self._check_range(key, chunk.file, chunk.offset, chunk.numel * item.dtype.itemsize)
-            elif isinstance(item, BlobItem):
-                self._check_range(key, item.file, item.offset, item.nbytes)
-        # The same elements may have several names, but not be read as more than there are.
-        tensors = {
-            (item.dtype, item.shape, item.chunks) for item in self.items.values() if isinstance(item, TensorItem)
-        }
-        claimed = sum(math.prod(shape) * dtype.itemsize for dtype, shape, _ in tensors)
-        if claimed > (held := sum(entry.nbytes for entry in self.files.values())):
-            raise ValueError(f"its tensors claim {claimed} bytes, its files have {held}")
-
-    def _check_range(self, key: str, file: str, offset: int, nbytes: int) -> None:
-        if file not in self.files:
-            raise ValueError(f"'{key}' lies in {file!r}, which is not among the listed files")
-        if type(offset) is not int or type(nbytes) is not int or offset < 0 or nbytes < 0:
-            raise ValueError(f"'{key}' lies at byte {offset!r} of '{file}'")
-        if offset + nbytes > self.files[file].nbytes:
-            raise ValueError(f"'{key}' ends at byte {offset + nbytes} of '{file}', which has {self.files[file].nbytes}")
+                ranges = [(chunk.file, chunk.offset, chunk.numel * item.dtype.itemsize) for chunk in item.chunks]
+            for file, offset, nbytes in ranges:
+                held = self.files[file].nbytes if file in self.files else 0
+                if not 0 <= offset <= offset + nbytes <= held:
+                    raise ValueError(
+                        f"'{key}' lies at bytes {offset} to {offset + nbytes} of '{file}', which has {held}"
+                    )
 
     def to_bytes(self) -> bytes:
         """The file's content."""
@@ -223,16 +204,11 @@ class Record:
         """Read and check a file; ``ValueError`` if it is damaged, of another version or byte order, or not ours."""
         content = _checked_content(data)
         try:
-            files = {name: FileEntry(*entry) for name, entry in content["files"].items()}
-            names = _Names(((int, number), name) for number, name in enumerate(files))  # not of True, which equals 1
-            items = {key: _item_from_json(key, item, names) for key, item in content["items"].items()}
+            files = {name: FileEntry(*_numbers(entry)) for name, entry in content["files"].items()}
+            items = {key: _item_from_json(item, [*files]) for key, item in content["items"].items()}
             return cls(files, items, *(content[key] for key in ("meta", "plan", "world_size", "writer")))
         except (KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
             raise ValueError(f"its content is not what this version writes: {error!r}") from error
-
-
-def _is_crc32(value: Any) -> bool:
-    return value is None or (type(value) is int and 0 <= value < 1 << 32)
 
 
 def _checked_content(data: bytes) -> dict[str, Any]:
@@ -275,14 +251,9 @@ def _item_to_json(item: Item, numbers: Mapping[str, int]) -> dict[str, Any]:
     return {"path": path, "dtype": dtype_name(item.dtype), "shape": list(item.shape), "chunks": chunks}
 
 
-class _Names(dict[Any, str]):
-    def __missing__(self, key: tuple[type, Any]) -> str:
-        raise ValueError(f"it counts {len(self)} files, of which there is no number {reprlib.repr(key[1])}")
-
-
-def _item_from_json(key: str, item: Mapping[str, Any], names: Mapping[Any, str]) -> Item:
+def _item_from_json(item: Mapping[str, Any], names: list[str]) -> Item:
     if type(item["path"]) is not list:
-        raise ValueError(f"'{key}' has the path {reprlib.repr(item['path'])}")
+        raise ValueError(f"an entry has the path {reprlib.repr(item['path'])}")
     path = tuple(
         part if type(part) is str else Index(part) if type(part) is int else Decoder().decode(part["key"])
         for part in item["path"]
@@ -291,18 +262,24 @@ def _item_from_json(key: str, item: Mapping[str, Any], names: Mapping[Any, str])
     if "value" in item:
         return ValueItem(path, item["value"])
     if "blob" in item:
-        number, offset, nbytes = item["blob"]
-        return BlobItem(path, str(item["type"]), names[type(number), number], offset, nbytes)
-    if item["dtype"] not in DTYPES:
-        raise ValueError(f"'{key}' has the dtype {item['dtype']!r}, which this torch does not know")
-    chunks = tuple(
-        Chunk(start, numel, names[type(number), number], offset, crc)
-        for start, numel, number, offset, crc in item["chunks"]
-    )
+        number, offset, nbytes = _numbers(item["blob"])
+        return BlobItem(path, str(item["type"]), names[number], offset, nbytes)
     try:
-        return TensorItem(path, DTYPES[item["dtype"]], tuple(item["shape"]), chunks)
+        chunks = [
+            Chunk(start, numel, names[number], offset, crc32)
+            for start, numel, number, offset, crc32 in map(_numbers, item["chunks"])
+        ]
+        return TensorItem(path, DTYPES[item["dtype"]], tuple(item["shape"]), tuple(chunks))
     except ValueError as error:
-        raise ValueError(f"of '{key}', {error}") from error
+        raise ValueError(f"of the tensor at {reprlib.repr(path)}, {error}") from error
+
+
+def _numbers(values: list[Any]) -> list[Any]:
+    """Numbers of elements, bytes and files, and checksums, which can be ``None``; ``ValueError`` otherwise."""
+    for value in values:
+        if value is not None and (type(value) is not int or value < 0):
+            raise ValueError(f"it holds {reprlib.repr(values)}, and {reprlib.repr(value)} is no number there")
+    return values
 
 
 # ----------------------------------------------------------------------------------------- a checkpoint, taken apart

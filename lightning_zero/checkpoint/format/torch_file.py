@@ -41,7 +41,6 @@ __all__ = [
     "archive_entries",
     "load_torch",
     "read_torch_file",
-    "refuse_other_kinds",
     "start_of",
 ]
 
@@ -203,21 +202,6 @@ class _Pickler(pickle.Pickler):
 ZIP = b"PK\x03\x04"  # what an archive begins with
 
 
-def refuse_other_kinds(files: Files, name: str) -> bytes:
-    """The start of a file; ``CheckpointError`` if it is no checkpoint at all: empty, or a text."""
-    start = read_bytes(files, name, 0, min(files.size(name), 256))
-    lines = start.decode("utf-8", "ignore").split("\n")
-    if not start:
-        kind = "the file is empty"
-    elif lines[0].startswith("version https://git-lfs"):
-        kind = "it is a pointer of Git LFS, which stands for the file. Get the file with `git lfs pull`"
-    elif b"\0" not in start and all(line.replace("\t", " ").rstrip("\r").isprintable() for line in lines):
-        kind = f"it is a text file, which begins with {lines[0][:40]!r}"
-    else:
-        return start
-    raise CheckpointError(f"'{files.name}/{name}' is no checkpoint: {kind}.")
-
-
 def start_of(file: IO[bytes], entry: zipfile.ZipInfo) -> int:
     """Where in an archive the bytes of an entry begin."""
     file.seek(entry.header_offset + 26)
@@ -253,7 +237,7 @@ def read_torch_file(files: Files, name: str, weights_only: bool | None) -> Opene
     """
     where, nbytes, local = f"'{files.name}/{name}'", files.size(name), isinstance(files, LocalFiles)
     # What torch wrote until version 1.6 is no archive and cannot be mapped.
-    mapped = refuse_other_kinds(files, name).startswith(ZIP) and local
+    mapped = local and read_bytes(files, name, 0, min(nbytes, len(ZIP))) == ZIP
     file = f"{files.name}/{name}" if local else open_range(files, name, 0, nbytes)
     loaded = load_torch(file, where, weights_only, mapped=mapped)
     if files.size(name) != nbytes:  # before anything that is mapped is touched

@@ -43,8 +43,8 @@ __all__ = [
 _TAG = "$"
 _MAX_DEPTH = 64
 _MAPPINGS = {dict: "dict", OrderedDict: "odict", Counter: "counter", defaultdict: "defaultdict"}
-_SEQUENCES = {cls.__name__: cls for cls in (tuple, set, frozenset, torch.Size)}
-_CONTAINERS = (*_MAPPINGS, *_SEQUENCES.values(), Namespace, list, deque)
+_SEQUENCES: dict[str, Any] = {cls.__name__: cls for cls in (tuple, set, frozenset, torch.Size, deque)}
+_CONTAINERS = (*_MAPPINGS, *_SEQUENCES.values(), Namespace, list)
 _FACTORIES: dict[str, type] = {
     cls.__name__: cls
     for cls in (bool, int, float, str, bytes, list, tuple, set, dict, Counter, OrderedDict, defaultdict, deque)
@@ -59,21 +59,18 @@ DTYPES: dict[str, torch.dtype] = {
 _PATHS: dict[str, type[pathlib.PurePath]] = {
     cls.__name__: cls for cls in (pathlib.PurePath, pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.Path)
 }
-_UNSTORABLE = ("qint", "quint")  # quantised: a scale and a zero point belong to them
-_MAX_DIMENSIONS = 64  # as torch
-_MAX_NBYTES = 1 << 63
 
 
 def check_stored(dtype: torch.dtype, shape: Sequence[Any]) -> None:
     """``ValueError`` if no tensor can be like that, before torch or the memory is asked for it."""
-    if dtype_name(dtype).startswith(_UNSTORABLE):
+    if dtype_name(dtype).startswith(("qint", "quint")):  # a scale and a zero point belong to them
         raise ValueError(f"it has the dtype {dtype}, whose elements are not all of the tensor")
-    if len(shape) > _MAX_DIMENSIONS:
+    if len(shape) > 64:  # as torch
         raise ValueError(f"it has {len(shape)} dimensions")
-    if (
-        any(type(size) is not int or not 0 <= size < _MAX_NBYTES for size in shape)
-        or math.prod(max(size, 1) for size in shape) * dtype.itemsize >= _MAX_NBYTES  # also without elements: strides
-    ):
+    nbytes = dtype.itemsize
+    for size in shape:
+        nbytes *= max(size, 1) if type(size) is int and size >= 0 else 1 << 63
+    if nbytes >= 1 << 63:  # also without elements: strides
         raise ValueError(f"it has the shape {reprlib.repr(shape)}")
 
 
@@ -81,8 +78,7 @@ def strict_json(data: bytes) -> Any:
     """A JSON value; ``ValueError`` if it is none, a name appears twice in an object, or it is nested too deep."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        if len(found := dict(pairs)) != len(pairs):
             raise ValueError("a name appears twice")
         return found
 
@@ -155,10 +151,10 @@ class Encoder:
             raise Inexpressible(f"{type_name(value)} nested deeper than {_MAX_DEPTH} levels, or in itself")
         self._open.add(id(value))
         try:
-            if kind in _MAPPINGS:
-                return self._mapping(value, path)
             if kind is Namespace:
                 return {_TAG: "namespace", "value": self._mapping(vars(value), path)}
+            if kind in _MAPPINGS:
+                return self._mapping(value, path)
             items = [self.encode(item, (*path, index)) for index, item in enumerate(value)]
         finally:
             self._open.discard(id(value))
@@ -167,32 +163,38 @@ class Encoder:
         return {_TAG: kind.__name__, "value": items, **({"maxlen": value.maxlen} if kind is deque else {})}
 
     def _mapping(self, value: Mapping[Any, Any], path: tuple[Any, ...]) -> Any:
-        factory = value.default_factory if type(value) is defaultdict else None
-        name = getattr(factory, "__name__", None)
-        if factory is not None and _FACTORIES.get(str(name)) is not factory:
-            raise Inexpressible(f"{type_name(value)} of {name or type_name(factory)}")
-        pairs = [(key, self._entry(item, (*path, key))) for key, item in value.items()]
+        more = {}
+        if type(value) is defaultdict:
+            factory = value.default_factory
+            name = getattr(factory, "__name__", None)
+            more = {"factory": name}
+            if factory is not None and _FACTORIES.get(str(name)) is not factory:
+                raise Inexpressible(f"{type_name(value)} of {name or type_name(factory)}")
+        pairs = []
+        for key, item in value.items():
+            try:
+                pairs.append((key, self.encode(item, (*path, key))))
+            except Inexpressible as error:
+                if self._strict:
+                    raise
+                self.unsupported.append(((*path, key), str(error)))
+                pairs.append((key, {_TAG: "unsupported", "value": str(error)}))
         if type(value) is dict and all(type(key) is str for key in value) and _TAG not in value:
             return dict(pairs)
         encoded = [[self.encode(key, (*path, key)), item] for key, item in pairs]
-        tagged = {_TAG: _MAPPINGS[type(value)], "value": encoded}
-        return {**tagged, "factory": name} if type(value) is defaultdict else tagged
-
-    def _entry(self, value: Any, path: tuple[Any, ...]) -> Any:
-        try:
-            return self.encode(value, path)
-        except Inexpressible as error:
-            if self._strict:
-                raise
-            self.unsupported.append((path, str(error)))
-            return {_TAG: "unsupported", "value": str(error)}
+        return {_TAG: _MAPPINGS[type(value)], "value": encoded, **more}
 
     def _scalar(self, value: Any) -> Any:
         kind = type(value)
-        if isinstance(value, Tensor):
-            return self._tensor(value)
         if kind in _SCALARS:
             return {_TAG: kind.__name__, "value": _SCALARS[kind][0](value)}
+        if isinstance(value, Tensor) and type(value) is not torch.nn.Buffer and is_plain(value) and not value.is_meta:
+            if value.nbytes > _INLINE_NBYTES:
+                if self._store is None:
+                    raise Inexpressible(f"{type_name(value)} of {value.nbytes} bytes")
+                return {_TAG: "stored", "value": self._store(value)}
+            form = {"dtype": dtype_name(value.dtype), "shape": list(value.shape)}
+            return {_TAG: "tensor", **form, "value": _text(raw_memory(value))}
         if isinstance(value, pathlib.PurePath) and kind.__module__.partition(".")[0] == "pathlib":
             name = "Path" if isinstance(value, pathlib.Path) else kind.__name__
             return {_TAG: "path", "type": name, "value": str(value)}
@@ -203,16 +205,6 @@ class Encoder:
             shape = None if kind.__name__ != "ndarray" else list(value.shape)
             return {_TAG: "numpy", "dtype": value.dtype.str, "shape": shape, "value": _text(value.tobytes())}
         raise Inexpressible(type_name(value))
-
-    def _tensor(self, value: Tensor) -> Any:
-        if type(value) is torch.nn.Buffer or not is_plain(value) or value.is_meta:
-            raise Inexpressible(type_name(value))
-        if value.nbytes <= _INLINE_NBYTES:
-            content = _text(raw_memory(value))
-            return {_TAG: "tensor", "dtype": dtype_name(value.dtype), "shape": list(value.shape), "value": content}
-        if self._store is None:
-            raise Inexpressible(f"{type_name(value)} of {value.nbytes} bytes")
-        return {_TAG: "stored", "value": self._store(value)}
 
 
 class Decoder:
@@ -235,7 +227,7 @@ class Decoder:
         if not isinstance(value, dict):
             return value
         if _TAG not in value:
-            return self._mapping(list(value.items()), path)
+            return self._mapping(value.items(), path)
         try:
             return self._tagged(value[_TAG], value.get("value"), value, path)
         except Inexpressible:
@@ -243,7 +235,7 @@ class Decoder:
         except (KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
             raise ValueError(f"a damaged {value[_TAG]!r} value: {error!r}") from error
 
-    def _mapping(self, pairs: list[Any], path: tuple[Any, ...]) -> dict[Any, Any]:
+    def _mapping(self, pairs: Any, path: tuple[Any, ...]) -> dict[Any, Any]:
         found = {}
         for key, item in pairs:
             try:
@@ -255,6 +247,11 @@ class Decoder:
         return found
 
     def _tagged(self, tag: str, value: Any, whole: dict[str, Any], path: tuple[Any, ...]) -> Any:
+        if tag in _READ:
+            return _READ[tag](value)
+        if tag in _SEQUENCES:
+            items = self.decode(value if type(value) is list else None, path)
+            return deque(items, whole["maxlen"]) if tag == "deque" else _SEQUENCES[tag](items)
         if tag in _MAPPINGS.values():
             content = self._mapping([(self.decode(key, (*path, 0)), item) for key, item in value], path)
             if tag == "defaultdict":
@@ -263,20 +260,22 @@ class Decoder:
             return content if tag == "dict" else OrderedDict(content) if tag == "odict" else Counter(content)
         if tag == "namespace":
             return Namespace(**self.decode(value, (*path, tag)))
-        if tag in _SEQUENCES:
-            return _SEQUENCES[tag]([self.decode(item, (*path, index)) for index, item in enumerate(value)])
-        if tag == "deque":
-            return deque((self.decode(item, (*path, index)) for index, item in enumerate(value)), whole["maxlen"])
-        if tag in _READ:
-            return _READ[tag](value)
         if tag == "path":
             return _PATHS[whole["type"]](value)
         if tag == "enum":
-            return _enum_member(whole["module"], whole["type"], value)
+            found = _enum_class(whole["module"], whole["type"])
+            if found is None or value not in found.__members__:
+                name = f"{whole['module']}.{whole['type']}.{value}"
+                raise Inexpressible(f"{name}, an enum that this program has not imported")
+            return found.__members__[value]
         if tag == "numpy":
-            return _numpy(whole["dtype"], whole["shape"], value)
+            return _numpy(whole["dtype"], whole["shape"], base64.b64decode(value))
         if tag == "tensor":
-            return _tensor(DTYPES[whole["dtype"]], whole["shape"], base64.b64decode(value))
+            dtype, shape, memory = DTYPES[whole["dtype"]], whole["shape"], bytearray(base64.b64decode(value))
+            check_stored(dtype, shape)
+            if len(memory) != math.prod(shape) * dtype.itemsize:
+                raise ValueError(f"{len(memory)} bytes for {dtype} {shape}")
+            return (torch.frombuffer(memory, dtype=dtype) if memory else torch.empty(0, dtype=dtype)).view(shape)
         if tag == "stored" and self._fetch is not None:
             return self._fetch(value)
         raise ValueError(f"an unknown type {tag!r}")
@@ -303,24 +302,14 @@ _SCALARS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 _READ = {kind.__name__: read for kind, (_, read) in _SCALARS.items()}
 
 
-def _tensor(dtype: torch.dtype, shape: list[int], content: bytes) -> Tensor:
-    check_stored(dtype, shape)
-    if len(content) != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{len(content)} bytes for {dtype} {shape}")
-    if not content:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).view(shape)
-
-
 _NUMPY_DTYPE = re.compile(r"[<>|=]?[biufcmM]\d{1,2}(\[\d{0,9}\w{1,2}\])?")
 
 
-def _numpy(dtype: str, shape: list[int] | None, content: str) -> Any:
+def _numpy(dtype: str, shape: list[int] | None, content: bytes) -> Any:
     numpy = importlib.import_module("numpy")  # not a dependency: it is there if the value was
     if not _NUMPY_DTYPE.fullmatch(dtype):
         raise ValueError(f"a numpy dtype {dtype!r}")
-    kind = numpy.dtype(dtype)
-    array = numpy.frombuffer(base64.b64decode(content), dtype=kind)
+    array = numpy.frombuffer(content, dtype=numpy.dtype(dtype))
     return array[0] if shape is None else array.reshape(shape).copy()
 
 
@@ -330,10 +319,3 @@ def _enum_class(module: str, name: str) -> type[Enum] | None:
     for part in name.split("."):
         found = vars(found).get(part) if hasattr(found, "__dict__") else None
     return found if isinstance(found, type) and issubclass(found, Enum) else None
-
-
-def _enum_member(module: str, name: str, member: str) -> Any:
-    found = _enum_class(module, name)
-    if found is None or member not in found.__members__:
-        raise Inexpressible(f"{module}.{name}.{member}, an enum that this program has not imported")
-    return found.__members__[member]
