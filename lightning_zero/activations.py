@@ -45,8 +45,6 @@ __all__ = ["Activations", "Recomputed", "SavedOnHost"]
 Gathered = Callable[[bool], AbstractContextManager[Any]]
 """Gathers the weights that a forward reads, for as long as the context lasts. ``True``: the forward runs again."""
 
-_State = list[dict[str, Any]]  # plain attributes and buffers of modules, two for each
-
 # Names of a module that are no state of its forward, but for ``training``.
 _NOT_STATE = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_compiled_call_impl"}
 
@@ -78,18 +76,15 @@ class Activations:
 
     def detach(self) -> None:
         """Give modules their own forwards back. Once is enough, twice does no harm."""
-        for recomputed in self._recomputed:
-            recomputed.remove()
-        self._recomputed.clear()
+        while self._recomputed:
+            self._recomputed.pop().remove()
 
     def _gathered(self, module: nn.Module) -> Gathered:
         """What gathers the weights that a module's forward needs, but for those that its own submodules gather."""
         engine = self._engine
-        modules = dict(engine.module.named_modules())
-        inside = set(module.modules()) - {module}
+        modules, inside = dict(engine.module.named_modules()), {*module.modules()} - {module}
         needed = set(module.parameters())
-        sharded = [unit for unit in engine.units if isinstance(unit, ShardedUnit)]
-        units = [unit for unit in sharded if not needed.isdisjoint(unit.parameters)]
+        units = [u for u in engine.units if isinstance(u, ShardedUnit) and not needed.isdisjoint(u.parameters)]
         outside = [unit for unit in units if modules[unit.plan.module] not in inside]
 
         @contextmanager
@@ -117,19 +112,15 @@ class Recomputed:
         # What is compiled must run again compiled: it saves other tensors than the same code does uncompiled.
         self._key = "forward" if vars(module).get("_compiled_call_impl") is None else "_compiled_call_impl"
         self._before = vars(module).get(self._key)
-        self._module = module
-        self._modules = tuple(module.modules())
-        self._stores = [store for one in self._modules for store in (vars(one), vars(one).get("_buffers", {}))]
-        self.name, self.gathered, self.kind = name, gathered, type(module).__name__
+        self._module, self.name, self._gathered = module, name, gathered
         self.forward: Callable[..., Any] = getattr(module, self._key)
-        self._checkpointed = disable_dynamo(_Call.checkpointed)
+        self._stores = [store for one in module.modules() for store in (vars(one), one._buffers)]
+        self._checkpointed = disable_dynamo(self._run)
         update_wrapper(self, self.forward, updated=())
         vars(module)[self._key] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self.forward(*args, **kwargs)
-        return self._checkpointed(self, args, kwargs)
+        return self._checkpointed(args, kwargs) if torch.is_grad_enabled() else self.forward(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.forward, memo)
@@ -145,52 +136,73 @@ class Recomputed:
             if self._before is not None:
                 vars(self._module)[self._key] = self._before
 
-    def weights(self) -> list[int]:
-        """The versions of all parameters: they count every change."""
-        return [parameter._version for parameter in self._module.parameters()]
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One forward, which torch runs a second time with the inputs that it has saved."""
+        leaves, spec = tree_flatten((args, kwargs))
+        # Torch saves tensors that are arguments of their own. What is one object now is one later: attention asks.
+        inputs = {id(leaf): leaf for leaf in leaves}
+        places = [list(inputs).index(id(leaf)) for leaf in leaves]
+        plain = (leaf for leaf in inputs.values() if hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor))
+        objects = [(one, dict(vars(one))) for one in plain]
+        called: list[Any] = [(args, kwargs)]  # the caller's own containers, for the first forward
+        state = [{key: _without_graph(value) for key, value in store.items()} for store in self._state()]
+        versions = [(key, value, value._version) for key, value in self._tensors(state)]
+        weights = [parameter._version for parameter in self._module.parameters()]
+        chance = random.getstate()  # Python's; torch keeps its own
 
-    def state(self) -> _State:
-        """Buffers and plain attributes of all modules inside, as they are now. A tensor is held without its graph."""
-        return [{key: _without_graph(one) for key, one in _items(store)} for store in self._stores]
+        def forward(*inputs: Any) -> Any:
+            if called:
+                first, more = called.pop()
+                with self._gathered(False):
+                    output = self.forward(*first, **more)
+                self._refuse_changes(versions, objects, "by")
+                return output
+            if weights != [parameter._version for parameter in self._module.parameters()]:
+                raise RuntimeError(
+                    f"The weights of '{self.name}' were changed (by an optimizer step) between this forward and its "
+                    "backward, so the gradients would be wrong. Run forward again after the step, or step later."
+                )
+            self._refuse_changes(versions, objects, "after")
+            given, named = tree_unflatten([inputs[place] for place in places], spec)
+            now, chance_now = self._state(), random.getstate()
+            self._put(state)
+            random.setstate(chance)
+            try:
+                with self._gathered(True):
+                    return self.forward(*given, **named)
+            finally:
+                self._put(now)
+                random.setstate(chance_now)
 
-    def find_written(self, state: _State, versions: Sequence[int]) -> str:
-        """The first tensor of ``state`` that was changed in place since it had these versions, or nothing."""
-        found = zip(_tensors(state), versions, strict=True)
-        return next(
-            (
-                f"{type(self._modules[place // 2]).__name__}.{key}"
-                for (place, key, one), version in found
-                if one._version != version
-            ),
-            "",
-        )
+        return checkpoint(forward, *inputs.values(), use_reentrant=False)
 
-    @contextmanager
-    def showing(self, then: _State) -> Iterator[None]:
-        """While active, buffers and plain attributes are what they were when the first forward began."""
-        now = [dict(_items(store)) for store in self._stores]
-        self._put(then)
-        try:
-            yield
-        finally:
-            self._put(now)
+    def _state(self) -> list[dict[str, Any]]:
+        """Buffers and plain attributes of all modules inside, as they are now."""
+        return [{key: value for key, value in store.items() if key not in _NOT_STATE} for store in self._stores]
 
-    def _put(self, state: _State) -> None:
+    def _put(self, state: Sequence[dict[str, Any]]) -> None:
         for store, values in zip(self._stores, state, strict=True):
             for key in store.keys() - _NOT_STATE - values.keys():
                 del store[key]
             store.update(values)
 
+    def _tensors(self, state: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+        for module, values in zip((m for m in self._module.modules() for _ in range(2)), state, strict=True):
+            for key, value in values.items():
+                if isinstance(value, Tensor) and not value.is_inference():
+                    yield f"{type(module).__name__}.{key}", value
 
-def _items(store: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    return ((key, value) for key, value in store.items() if key not in _NOT_STATE)
-
-
-def _tensors(state: _State) -> Iterator[tuple[int, str, Tensor]]:
-    for place, values in enumerate(state):
-        for key, value in values.items():
-            if isinstance(value, Tensor) and not value.is_inference():
-                yield place, key, value
+    def _refuse_changes(self, versions: Sequence[tuple[str, Tensor, int]], objects: Sequence[Any], when: str) -> None:
+        changed = [key for key, tensor, version in versions if tensor._version != version]
+        changed += [f"An argument of class {type(one).__name__}" for one, before in objects if _differs(one, before)]
+        if changed:
+            raise RuntimeError(
+                f"{changed[0]} was changed in place {when} the forward of '{self.name}', which runs again in backward "
+                "and would find other values then, so the gradients would be wrong. (It is a running statistic, a "
+                "counter, a codebook, or a cache of keys and values, which `use_cache=False` switches off.) Leave this "
+                "class out: ActivationPolicy(checkpointing=[...]) with class names other than "
+                f"{type(self._module).__name__}; or freeze what changes (`eval()`)."
+            )
 
 
 def _without_graph(value: Any) -> Any:
@@ -202,76 +214,9 @@ def _without_graph(value: Any) -> Any:
     return value
 
 
-class _Call:
-    """One forward of a module, which torch calls a second time with the inputs that it has saved."""
-
-    def __init__(self, recomputed: Recomputed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._recomputed = recomputed
-        self._called: tuple[Any, Any] | None = (args, kwargs)  # the caller's own containers, for the first forward
-        leaves, self._spec = tree_flatten((args, kwargs))
-        # Torch saves tensors that are arguments of their own. What is one object now is one later: attention asks.
-        self.inputs = {id(leaf): leaf for leaf in leaves}
-        places = {key: place for place, key in enumerate(self.inputs)}
-        self._places = [places[id(leaf)] for leaf in leaves]
-        objects = (leaf for leaf in leaves if hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor))
-        self._objects = [(one, dict(vars(one))) for one in objects]
-        self._state = recomputed.state()
-        self._versions = [tensor._version for _, _, tensor in _tensors(self._state)]
-        self._weights = recomputed.weights()
-        self._random = random.getstate()  # Python's; torch keeps its own
-
-    @staticmethod
-    def checkpointed(recomputed: Recomputed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of the forward, of whose inside autograd saves nothing."""
-        call = _Call(recomputed, args, kwargs)
-        inputs = list(call.inputs.values())
-        call.inputs.clear()
-        return checkpoint(call, *inputs, use_reentrant=False)
-
-    def __call__(self, *inputs: Any) -> Any:
-        recomputed = self._recomputed
-        if self._called is not None:
-            (args, kwargs), self._called = self._called, None
-            with recomputed.gathered(False):
-                output = recomputed.forward(*args, **kwargs)
-            self._refuse_changes("in place by")
-            return output
-        if self._weights != recomputed.weights():
-            raise RuntimeError(
-                f"The weights of '{recomputed.name}' were changed (by an optimizer step) between this forward and its "
-                "backward, so the gradients would be wrong. Run forward again after the step, or step later."
-            )
-        self._refuse_changes("in place after")
-        args, kwargs = tree_unflatten([inputs[place] for place in self._places], self._spec)
-        now = random.getstate()
-        random.setstate(self._random)
-        try:
-            with recomputed.showing(self._state), recomputed.gathered(True):
-                return recomputed.forward(*args, **kwargs)
-        finally:
-            random.setstate(now)
-
-    def _refuse_changes(self, by: str) -> None:
-        recomputed = self._recomputed
-        written = recomputed.find_written(self._state, self._versions)
-        for one, before in self._objects:
-            if _ids(vars(one)) != _ids(before):
-                written = f"An argument of class {type(one).__name__}"
-        if written:
-            raise RuntimeError(
-                f"{written} was changed {by} the forward of '{recomputed.name}', which runs again in backward and "
-                "would find other values then, so the gradients would be wrong. (It is a running statistic, a counter, "
-                "a codebook, or a cache of keys and values, which `use_cache=False` switches off.) Leave this class "
-                f"out: ActivationPolicy(checkpointing=[...]) with class names other than {recomputed.kind}; or freeze "
-                "what changes (`eval()`)."
-            )
-
-
-def _ids(attributes: dict[str, Any]) -> dict[str, int]:
-    return {key: id(value) for key, value in attributes.items()}
-
-
-_SPARSE = 8  # what shows less than 1 / this of the bytes it spans stays on the device
+def _differs(one: Any, before: dict[str, Any]) -> bool:
+    now = vars(one)
+    return now.keys() != before.keys() or any(now[key] is not before[key] for key in before)
 
 
 class SavedOnHost:
@@ -292,11 +237,14 @@ class SavedOnHost:
         return saved_tensors_hooks(*self._hooks)
 
     def _pack(self, tensor: Tensor) -> Any:
-        if self._stays(tensor):
+        plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device == self._device
+        weight = isinstance(tensor._base, nn.Parameter)  # parameters are a type of their own
+        small = tensor.nbytes < max(1, self._min_nbytes) if plain else True
+        if small or weight or tensor.is_conj() or tensor.is_neg() or 0 in tensor.stride():
             return tensor, tensor, tensor._version
-        locked = self._device.type == "cuda"
         with untracked():
-            host = torch.empty_like(tensor, device="cpu", pin_memory=locked).copy_(tensor, non_blocking=True)
+            host = torch.empty_like(tensor, device="cpu", pin_memory=self._device.type == "cuda")
+            host.copy_(tensor, non_blocking=True)
             return host, version_probe(tensor), tensor._version, tensor.stride()
 
     def _unpack(self, packed: Any) -> Tensor:
@@ -307,15 +255,4 @@ class SavedOnHost:
             return saved
         with untracked():
             back = torch.empty_strided(saved.shape, *stride, dtype=saved.dtype, device=self._device)
-            saved = back.copy_(saved, non_blocking=True)
-        return saved
-
-    def _stays(self, tensor: Tensor) -> bool:
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
-            return True  # parameters are a type of their own
-        if isinstance(tensor._base, nn.Parameter) or tensor.is_quantized or not tensor.numel():
-            return True
-        if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor() or 0 in tensor.stride():
-            return True
-        spans = 1 + sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
-        return tensor.nbytes < self._min_nbytes or spans > _SPARSE * tensor.numel()
+            return back.copy_(saved, non_blocking=True)

@@ -61,8 +61,7 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
             if trainer.is_global_zero:
                 model.head.weight.data.zero_()
     """
-    module = _without_fabric(module)
-    engine = engine_of(module)
+    module, engine = _engine_of(module)
     if engine is None:
         yield
         return
@@ -99,7 +98,7 @@ def ema_update(
         def on_train_batch_end(self, outputs, batch, batch_idx):
             lightning_zero.ema_update(self.teacher, self.student, 0.996)
     """
-    average, module = _without_fabric(average), _without_fabric(module)
+    (average, first), (module, second) = _engine_of(average), _engine_of(module)
     if not 0 <= momentum <= 1 or buffers not in ("keep", "copy", "average"):
         raise ValueError(
             "ema_update needs a momentum between 0 and 1, and buffers='keep', 'copy' or 'average'; got "
@@ -107,8 +106,7 @@ def ema_update(
         )
     pairs = _pairs(dict(average.named_parameters()), dict(module.named_parameters()), "parameter")
     more = [] if buffers == "keep" else _pairs(dict(average.named_buffers()), dict(module.named_buffers()), "buffer")
-    engines = dict.fromkeys(engine for part in (average, module) if (engine := engine_of(part)) is not None)
-    average_into(list(engines), pairs, momentum)
+    average_into([engine for engine in dict.fromkeys((first, second)) if engine is not None], pairs, momentum)
     with torch.no_grad():
         for target, source in more:
             if buffers == "average" and (target.is_floating_point() or target.is_complex()):
@@ -181,8 +179,7 @@ def full_gradients(module: nn.Module, names: Sequence[str] | None = None) -> Ite
             with lightning_zero.full_gradients(self):
                 self.log_dict(lightning.pytorch.utilities.grad_norm(self, 2))
     """
-    module = _without_fabric(module)
-    engine = engine_of(module)
+    module, engine = _engine_of(module)
     if engine is None:
         yield
         return
@@ -245,8 +242,7 @@ def grad_norm(module: nn.Module, norm_type: float = 2.0) -> Tensor:
 
     Collective: every rank. Between a backward (``on_after_backward``) and ``zero_grad``.
     """
-    module = _without_fabric(module)
-    engine = engine_of(module)
+    module, engine = _engine_of(module)
     if engine is None:
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients, norm_type)
@@ -256,9 +252,10 @@ def grad_norm(module: nn.Module, norm_type: float = 2.0) -> Tensor:
     return gradient_norm(slices, engine.totals, norm_type)
 
 
-def _without_fabric(module: nn.Module) -> nn.Module:
-    """The user's module, if this is what ``fabric.setup`` made of it."""
-    return module.module if isinstance(module, _FabricModule) else module
+def _engine_of(module: nn.Module) -> tuple[nn.Module, ZeroEngine | None]:
+    """The user's module, if this is what ``fabric.setup`` made of it, and its engine, if it is sharded."""
+    module = module.module if isinstance(module, _FabricModule) else module
+    return module, engine_of(module)
 
 
 class LocalSlice:
@@ -341,8 +338,7 @@ def local_slices(module: nn.Module, *, write: bool = False) -> Iterator[LocalSli
             for part in lightning_zero.local_slices(self, write=True):
                 part.value.clamp_(-1.0, 1.0)
     """
-    module = _without_fabric(module)
-    engine = engine_of(module)
+    module, engine = _engine_of(module)
     if engine is None:
         raise ValueError(f"{type(module).__name__} is not part of a sharded run.")
     check_between_steps(engine, "local_slices")
@@ -389,8 +385,7 @@ def _optimizers(engine: ZeroEngine) -> list[ShardedOptimizer]:
 
 
 def _locate(module: nn.Module, name: str) -> tuple[ZeroEngine, Slice]:
-    module = _without_fabric(module)
-    engine = engine_of(module)
+    module, engine = _engine_of(module)
     if engine is None:
         raise ValueError(f"{type(module).__name__} is not part of a sharded run.")
     parameter = dict(module.named_parameters(remove_duplicate=False)).get(name)

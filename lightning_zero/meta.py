@@ -12,21 +12,19 @@ number of ranks, nor on the stage, nor on how the model is cut into units; they 
 
 [Note: never garbage]
 Fresh memory is filled with NaN, or the largest number of its dtype. What still holds it after the initialisation is a
-tensor that nobody initialises. It is an error by name, unless a file brings its values.
+tensor that nobody initialises. It is an error by name, unless a file brings its values. What other code writes to is an
+error, too: its version is not that of the writes by the initialisation.
 """
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from lightning_zero._torch import untracked
 from lightning_zero.comm import ControlGroup
@@ -47,8 +45,7 @@ class MetaValues:
     def __init__(self, root: nn.Module, units: Iterable[tuple[str, Sequence[str]]]) -> None:
         self._root = root
         self._modules = dict(root.named_modules())
-        self._units = [(top, frozenset(names)) for top, names in units]
-        self._unit_of = {name: number for number, (_, names) in enumerate(self._units) for name in names}
+        self._unit_of = {name: (top, names) for top, names in units for name in names}
         self._values: dict[str, Tensor] = {}
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}  # by id: buffers on the meta device, which ties share
         self.unset: dict[str, str] = {}
@@ -70,7 +67,7 @@ class MetaValues:
         """The value of a parameter on the meta device, on the CPU. The others of its unit are made with it, and kept
         until they are taken."""
         if name not in self._values:
-            top, names = self._units[self._unit_of[name]]
+            top, names = self._unit_of[name]
             owners = {one.rpartition(".")[0] for one in names}
             self._initialise({path for owner in owners for path in _around(owner) if _inside(path, top)}, names, top)
         return self._values.pop(name)
@@ -105,8 +102,7 @@ class MetaValues:
             return str(self.failure)
         state = self._root.state_dict(keep_vars=True) if stored else {}
         read = {id(value) for name, value in state.items() if name in stored}
-        unset = [name for name in self.unset if id(state.get(name)) not in read]
-        lost = [name for name in self.lost if id(state.get(name)) not in read]
+        unset, lost = ([n for n in names if id(state.get(n)) not in read] for names in (self.unset, self.lost))
         if lost:
             return (
                 f"{some(map(repr, lost))}: on the meta device, and written to by other code than `reset_parameters` "
@@ -125,60 +121,48 @@ class MetaValues:
     def _initialise(self, paths: Collection[str], names: Collection[str], top: str = "") -> None:
         """Run the initialisation of the modules at ``paths``, which lie in the one at ``top``. Parameters of ``names``
         get values, and buffers of these modules; what is written to all others is lost."""
-        fresh: dict[str, Tensor] = {}
-        on_meta: dict[str, int] = {}  # versions
-        others: list[tuple[str, Tensor, int]] = []  # with versions
+        fresh: list[tuple[str, Tensor, int]] = []  # with the version that it should reach
+        others: list[tuple[str, Tensor, int]] = []  # with its version
         originals: list[tuple[dict[str, Any], str, Tensor]] = []
-        for path in filter(partial(_inside, top=top), self._modules):
-            owner = self._modules[path]
-            if isinstance(owner, torch.jit.ScriptModule):
+        for path, owner in self._modules.items() if paths else ():
+            if not _inside(path, top) or isinstance(owner, torch.jit.ScriptModule):
                 continue
-            own: tuple[dict[str, Any], ...] = owner._parameters, owner._buffers
-            for tensors, key, tensor in [(one, *item) for one in own for item in one.items()]:
-                name = f"{path}.{key}" if path else key
-                if tensor is None:
+            for store, key, tensor in [(s, *item) for s in (owner._parameters, owner._buffers) for item in s.items()]:
+                name, parameter = f"{path}.{key}".removeprefix("."), store is owner._parameters
+                if tensor is None or path not in paths:
+                    others += [] if tensor is None else [(name, tensor, tensor._version)]
                     continue
-                if tensor.is_meta and path not in paths:
-                    others.append((name, tensor, tensor._version))
+                wanted = tensor.is_meta and (name in names or not parameter)
+                if wanted and id(tensor) in self._buffers:  # a tie
+                    store[key] = self._buffers[id(tensor)][1]
                     continue
-                if is_lazy(tensor):
-                    raise MaterialiseError(f"'{name}' is lazy: it has no size yet. Give its layer its sizes.")
-                parameter = isinstance(tensor, nn.Parameter)
-                wanted = tensor.is_meta and (name in names if parameter else path in paths)
-                if wanted and not parameter and id(tensor) in self._buffers:  # a tie
-                    tensors[key] = self._buffers[id(tensor)][1]
-                    continue
-                made = _unwritten(tensor) if path in paths else _without_memory(tensor)
+                made = _unwritten(tensor)  # what has values already is safe from an initialisation
                 if parameter:
                     made = nn.Parameter(made, tensor.requires_grad)
                     vars(made).update(vars(tensor))
-                if parameter or not wanted:
-                    originals.append((tensors, key, tensor))
-                else:
-                    self._buffers[id(tensor)] = tensor, made
-                if path not in paths:
-                    others.append((name, made, made._version))
                 if wanted:
-                    fresh[name], on_meta[name] = made, tensor._version
-                tensors[key] = made
-        before = {name: tensor._version for name, tensor in fresh.items()}
+                    fresh.append((name, made, made._version + tensor._version))
+                if wanted and not parameter:
+                    self._buffers[id(tensor)] = tensor, made
+                else:
+                    originals.append((store, key, tensor))
+                store[key] = made
         for path in sorted(paths, key=lambda path: -path.count(".") - bool(path)):
             self._call(path)
-        self.lost += [name for name, tensor, version in others if tensor._version != version]
-        for name, made in fresh.items():
+        self.lost += [name for name, made, before in others if made._version != before]
+        for name, made, version in fresh:
             path, _, key = name.rpartition(".")
-            owner = self._modules[path]
-            value = owner._parameters.get(key) if isinstance(made, nn.Parameter) else owner._buffers.get(key)
+            owner, parameter = self._modules[path], isinstance(made, nn.Parameter)
+            value = (owner._parameters if parameter else owner._buffers).get(key)
             if value is None or value.shape != made.shape or value.dtype != made.dtype:
-                self.failure = self.failure or MaterialiseError(
-                    f"'{name}' was initialised with another shape or dtype."
-                )
+                text = f"'{name}' was initialised with another shape or dtype."
+                self.failure = self.failure or MaterialiseError(text)
                 value = made
             if _is_unwritten(value):
                 self.unset[name] = type(owner).__name__
-            if isinstance(made, nn.Parameter):
+            if parameter:
                 self._values[name] = value.detach()
-                if value is made and on_meta[name] > value._version - before[name]:
+                if value is made and value._version < version:
                     self.lost.append(name)
         for store, key, tensor in originals:
             store[key] = tensor
@@ -188,7 +172,7 @@ class MetaValues:
         module = self._modules[path]
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         around = (getattr(self._modules[one], "_init_weights", None) for one in reversed(_around(path)))
-        takes = next((function for function in around if _takes_a_module(function)), None)
+        takes = next((function for function in around if function is not None), None)
         try:
             with untracked(), _seeded(path):
                 if callable(reset):
@@ -210,14 +194,6 @@ def _inside(path: str, top: str) -> bool:
     return not top or path == top or path.startswith(f"{top}.")
 
 
-def _takes_a_module(function: Any) -> bool:
-    try:
-        inspect.signature(function).bind(None)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
 @contextmanager
 def _seeded(path: str) -> Iterator[None]:
     """Random numbers that depend on torch's seed and the path only. The generator is afterwards what it was."""
@@ -234,15 +210,9 @@ def _seeded(path: str) -> Iterator[None]:
 def _unwritten(tensor: Tensor) -> Tensor:
     """Memory on the CPU like a tensor, that holds what nobody writes."""
     with untracked():
-        made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        if tensor.is_meta:  # else it may be a placeholder
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        stride = tensor.stride() if tensor.is_meta else torch.empty(tensor.shape, device="meta").stride()
+        made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="cpu")
         return made.fill_(_nobody_writes(made.dtype))
-
-
-def _without_memory(tensor: Tensor) -> Tensor:
-    with untracked():
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _nobody_writes(dtype: torch.dtype) -> float:
@@ -255,6 +225,5 @@ def _is_unwritten(tensor: Tensor) -> bool:
     """Whether some of a tensor's numbers are what ``_unwritten`` has put there, or all of integers."""
     with untracked():
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-            whole = tensor if tensor.dtype.itemsize > 1 else tensor.float()
-            return bool(whole.isnan().any())
+            return bool((tensor if tensor.dtype.itemsize > 1 else tensor.float()).isnan().any())
         return bool(tensor.numel()) and bool((tensor == _nobody_writes(tensor.dtype)).all())

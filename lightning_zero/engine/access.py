@@ -9,9 +9,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import proxy, ref
+from weakref import proxy
 
 from torch import Tensor, nn
 
@@ -21,13 +21,11 @@ from lightning_zero.engine.reducer import GradientBucket
 from lightning_zero.engine.unit import ReplicatedUnit, ShardedUnit
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.shards.binding import (
-    WORKER,
     Binding,
-    Owner,
     absent_in_rank,
     get_data,
+    get_gradient,
     is_absent,
-    set_data,
     set_gradient,
 )
 from lightning_zero.shards.sharded import ShardedTensor, Source
@@ -66,14 +64,9 @@ class _Gradient(Source):
         self._binding, self._engine, self._writes = binding, engine, writes
         self._number = binding.bucket.shard.numbers[binding.slice.position]
 
-    @property
-    def current(self) -> bool:
-        """Whether it is the parameter's gradient still."""
-        one, bucket = self._binding.slice, self._binding.bucket
-        return one.gradient is not None and bucket.shard.numbers[one.position] == self._number
-
     def check(self, called: str, linear: bool) -> None:
-        if not self.current:
+        one, bucket = self._binding.slice, self._binding.bucket
+        if one.gradient is None or bucket.shard.numbers[one.position] != self._number:
             raise ParameterAccessError(
                 f"{called} uses the {self.what} that was cleared or replaced since it was read, and its memory is used "
                 "again. Read `.grad` anew, or keep a copy of it: clone it while it is there."
@@ -101,7 +94,7 @@ class _Values(Source):
             self.refuse(f"{called} was called in an optimizer step, which changes it")
 
 
-class ParameterAccess(Owner):
+class ParameterAccess:
     """All of an engine's parameters, and their gradients, as user code sees them.
 
     ``engine`` is the ``ZeroEngine``.
@@ -136,13 +129,6 @@ class ParameterAccess(Owner):
         """Make the parameters ordinary ones again."""
         for binding in self.bindings.values():
             binding.release()
-
-    def hand_over(self) -> None:
-        """Let aliases of whole parameters show what these show now: they have other memory since ``release``."""
-        for parameter, binding in self.bindings.items():
-            for alias in [found for weak in binding.aliases if (found := weak()) is not None]:
-                if alias.shape == parameter.shape:
-                    set_data(alias, get_data(parameter))
 
     def bring(self, binding: Binding, together: bool) -> bool:
         """Let a parameter show its values, if this rank can do so alone, or with the others in the same phase."""
@@ -180,19 +166,25 @@ class ParameterAccess(Owner):
         """``parameter.data = value``: what always shows its values is that tensor, until the next step."""
         unit = self._units[binding.parameter]
         self._check_not_stepping(binding)
-        self._check_kind(binding, value)
+        like = binding.placeholder
+        kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in (like, value)]
+        if kinds[0] != kinds[1]:
+            raise ParameterAccessError(
+                f"'{binding.name}' cannot be changed to a tensor of shape {list(value.shape)}, {value.dtype}, on "
+                f"{value.device}: the parameter has shape {list(like.shape)}, {like.dtype}, on {like.device}, and "
+                "memory for parameters, gradients and the optimizer is laid out at set-up. Convert the module before "
+                "`trainer.fit` (or in `configure_model`), or choose `Trainer(precision=...)`."
+            )
         if not isinstance(unit, ReplicatedUnit) or unit not in self._plain:
-            raise self.refusal([binding.name], "an assignment to its .data")
+            raise absent_in_rank(f"'{binding.name}'", "an assignment to its .data")
         self._check_apart(binding, value)
         unit.count(binding.parameter, -1)
         binding.show(value)
 
     def shows_for_good(self, binding: Binding) -> bool:
+        """Whether what a parameter shows is its own until it is changed, and not only while a module runs."""
         unit = self._units[binding.parameter]
         return unit.held or unit in self._plain
-
-    def refusal(self, names: Sequence[str], use: str) -> ParameterAccessError:
-        return absent_in_rank(f"'{names[0]}'", use)
 
     def read_gradient(self, binding: Binding, local: Tensor | None) -> Tensor | None:
         """What ``.grad`` is. ``local``: what autograd holds there."""
@@ -248,14 +240,6 @@ class ParameterAccess(Owner):
         with untracked():
             whole.copy_(value)
 
-    def has_gradient(self, binding: Binding) -> bool:
-        """Whether ``.grad`` shows what is collected here, or would be collected here."""
-        one, bucket = binding.slice, binding.bucket
-        if bucket is None or one is None:
-            return False
-        whole = _sum_of_own(bucket, one.position)
-        return one.gradient is not None or whole is not None or binding.parameter.grad is not None
-
     def keep_gradient(self, binding: Binding, whole: Tensor) -> None:
         """Let a trainable parameter's average be ``whole``, full shape, of which this rank keeps its slice."""
         one: Slice = binding.slice
@@ -273,10 +257,12 @@ class ParameterAccess(Owner):
         for binding in self.bindings.values():
             if not self.shows_for_good(binding):
                 binding.hide()
-            if self.has_gradient(binding):
-                binding.behind = True
+            one, bucket = binding.slice, binding.bucket
+            if bucket is not None:
+                own = one.gradient is not None or _sum_of_own(bucket, one.position) is not None
+                binding.behind = own or get_gradient(binding.parameter) is not None
                 set_gradient(binding.parameter, None)
-            binding.owner = ref(WORKER)
+            binding.owner = lambda: None
 
     def note_written(self) -> None:
         """Look for writes to parameters that show their values all the time. Local: ranks compare them later."""
@@ -325,17 +311,6 @@ class ParameterAccess(Owner):
                 "this gradient is not there. Use a hook on the tensor (`parameter.register_hook`), which gets this "
                 "gradient, or edit the sum in `on_before_optimizer_step`."
             )
-
-    def _check_kind(self, binding: Binding, value: Tensor) -> None:
-        parameter = binding.placeholder
-        for what in ("shape", "dtype", "device"):
-            found, expected = getattr(value, what), getattr(parameter, what)
-            if found != expected:
-                raise ParameterAccessError(
-                    f"'{binding.name}' cannot be changed to a tensor of {what} {found}, the parameter has {what} "
-                    f"{expected}: memory for parameters, gradients and the optimizer is laid out at set-up. Convert "
-                    "the module before `trainer.fit` (or in `configure_model`), or choose `Trainer(precision=...)`."
-                )
 
     def _check_apart(self, binding: Binding, value: Tensor) -> None:
         """Raise if memory is assigned that parameters lie in, or that another one was assigned since the last step."""

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import BroadcastVersions, foreach_copy, unflatten, untracked
-from lightning_zero.engine.build import as_bytes
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.events import Phase
 from lightning_zero.plan import BufferPiece, BufferSpec, make_pieces, sent_buffers
@@ -104,12 +103,6 @@ class BufferBroadcast:
 
     def _send_piece(self, piece: BufferPiece, buffers: Sequence[Tensor], what: str) -> None:
         collectives, device = self._engine.collectives, self._engine.device
-        first = buffers[0]
-        whole = len(buffers) == 1 and first.is_contiguous() and first.device == device
-        if whole and not (first.is_inference() or first.is_conj() or first.is_neg()):
-            with untracked():
-                collectives.broadcast(as_bytes(first), 0, what).wait()
-            return
         parts: list[tuple[list[Tensor], list[Tensor]]] = []  # of one dtype each: buffers and their memory
         with untracked():
             flat = torch.empty(piece.nbytes, dtype=torch.uint8, device=device)

@@ -51,7 +51,6 @@ from lightning_zero.meta import MetaValues
 from lightning_zero.offload.transfers import MemoryTiers
 from lightning_zero.plan import FETCH_UNITS, Plan
 from lightning_zero.shards.binding import binding_of
-from lightning_zero.shards.sharded import Combine
 from lightning_zero.shards.slice import Slice
 
 __all__ = ["ZeroEngine", "engine_of"]
@@ -615,7 +614,7 @@ class ZeroEngine:
 
     # ------------------------------------------------------------ user code
 
-    def put_together(self, what: str, history: int, numbers: Tensor, combine: Combine) -> Tensor:
+    def put_together(self, what: str, history: int, numbers: Tensor, added: bool) -> Tensor:
         """Norms and sums that user code asks of tensors of which each rank has a slice: see ``sharded.Together``."""
         if self.in_backward:
             raise ParameterAccessError(
@@ -627,12 +626,8 @@ class ZeroEngine:
                 f"{what} was called in a thread of its own, where it would come between other messages of the ranks. "
                 "Call it in the thread that trains, and give the other one the number."
             )
-        if combine is Combine.EACH:
-            each = numbers.new_zeros(self.means.collectives.world_size, len(numbers))
-            each[self.means.collectives.rank] = numbers
-            numbers = each.view(-1)
-        largest, count = combine is Combine.LARGEST, len(numbers)
         # Few numbers on the host go with the agreement itself.
+        count = len(numbers)
         at_once = self.totals is self.means.control and count < self.means.agreement.width
         rows = self.agree(what, [history, *(numbers.cpu().view(torch.int64).tolist() if at_once else ())])
         other = next((rank for rank, row in enumerate(rows) if row[0] != rows[0][0]), None)
@@ -643,10 +638,14 @@ class ZeroEngine:
                 "the rank, or use `with lightning_zero.full_gradients(module):`."
             )
         if at_once:
-            found = self.means.control.put_together([row[1 : 1 + count] for row in rows], largest)
-        else:
-            found = self.totals.total(numbers.to(self.totals.device), largest)
-        return found.view(self.means.collectives.world_size, -1) if combine is Combine.EACH else found
+            each = torch.tensor([row[1 : 1 + count] for row in rows], device="cpu").view(torch.float64)
+            return self.means.control.put_together([row[1 : 1 + count] for row in rows]) if added else each
+        if not added:
+            each = numbers.new_zeros(self.means.collectives.world_size, count)
+            each[self.means.collectives.rank] = numbers
+            numbers = each.view(-1)
+        found = self.totals.total(numbers.to(self.totals.device))
+        return found if added else found.view(-1, count)
 
     def freeze_shown(self) -> None:
         """Have processes that are forked from now on see what parameters show now, until the next step begins."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,12 +56,9 @@ def gathered(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -> Iterator
     """While active, the units of ``parameters`` show their full masters; what rank 0 leaves there is what all keep.
 
     Units that nothing was written to stay as they are, so that looking never voids a backward that is still to come.
-    What an enclosing ``gathered`` shows already is left to that one. Collective, at its beginning and at its end.
-
-    Raises:
-        DivergenceError: on every rank, if the ranks have written different things before.
-        RuntimeError: on every rank, if the block raised on another one: nothing is kept then.
-        ValueError: on every rank that has changed a parameter's shape.
+    What an enclosing ``gathered`` shows already is left to that one. Raises ``DivergenceError`` on every rank if the
+    ranks have written different things before, and ``RuntimeError`` or ``ValueError`` on every rank if the block raised
+    on one or changed a shape: nothing is kept then. Collective, at its beginning and at its end.
     """
     wanted = set(parameters)
     units = [unit for unit in engine.units if not unit.held and not wanted.isdisjoint(unit.parameters)]
@@ -69,7 +66,6 @@ def gathered(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -> Iterator
         yield
         return
     what = f"full_parameters('{units[0].name}'{f' and {len(units) - 1} more units' if units[1:] else ''})"
-    failure: Exception | None = None
     with engine.paused() as running:
         engine.access.compare(f"the beginning of {what}")
         bindings = [engine.access.bindings[parameter] for unit in units for parameter in unit.parameters]
@@ -79,22 +75,36 @@ def gathered(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -> Iterator
             shown = [part for unit in units for part in _show(engine, unit)]
             # In a running step what is called here may be part of a graph, whose backward needs the hooks.
             whole = set() if running else {p for unit in engine.units if unit.held for p in unit.parameters}
-            try:
-                with unhooked(engine.module, whole):
-                    yield
-            except Exception as error:
-                failure = error
+            with unhooked(engine.module, whole):
+                failure = yield from _block()
             failure = failure or _wrong_shape(bindings)
             failed = [row[0] for row in engine.agree(f"the end of {what}", [int(failure is not None)])]
             if not any(failed):
                 changed = _keep(engine, shown)
-            else:
-                _undo(engine, shown)
+            for part in shown if any(failed) else ():
+                if part.own is not part.flat.master:  # the memory that the module computes with
+                    with untracked():
+                        engine.collectives.own_range(part.full).copy_(part.own)
+                        engine.collectives.all_gather(part.full, part.what).wait()
         finally:
-            _let_go(units, before)
+            for binding, data, was_absent in before:
+                binding.held = False
+                binding.hide() if was_absent else binding.show(data)
+            for unit in units:
+                unit.held = False
+                unit.forget_written()
         if changed:
             engine.masters_changed(changed)
     _raise_failure(failure, failed, what)
+
+
+def _block() -> Generator[None, None, Exception | None]:
+    """The user's block. Returns what it has raised."""
+    try:
+        yield
+    except Exception as error:
+        return error
+    return None
 
 
 def _raise_failure(failure: Exception | None, failed: Sequence[int], what: str) -> None:
@@ -123,59 +133,32 @@ def give_back(engine: ZeroEngine) -> None:
     engine.tiers.close()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Shown:
+class _Shown(NamedTuple):
     """One layout in the user's hands."""
 
     unit: Unit
     flat: FlatParameters
     full: Tensor  # 1-D, what its parameters are views of
     own: Tensor  # this rank's shard before the block
-    shared: bool  # whether ``full`` is the memory that the module computes with
-
-    @property
-    def what(self) -> str:
-        return f"full parameters of '{self.unit.name}'"
-
-    def moved(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """What the user pointed a parameter to (``parameter.data = ...``): where its values belong, and these."""
-        for parameter, view in zip(self.flat.parameters, views_of(self.full, self.flat.layout), strict=True):
-            data = get_data(parameter)
-            if data.numel() and (data.data_ptr() != view.data_ptr() or data.stride() != view.stride()):
-                yield view, data.clone()  # it may be another's memory
+    what: str
 
 
-def _show(engine: ZeroEngine, unit: Unit) -> list[_Shown]:
-    shown = []
+def _show(engine: ZeroEngine, unit: Unit) -> Iterator[_Shown]:
+    what = f"full parameters of '{unit.name}'"
     for position, flat in enumerate(unit.flats):
-        shared = isinstance(unit, ReplicatedUnit) and flat.layout.dtype == flat.layout.compute_dtype
-        if isinstance(unit, ReplicatedUnit) and shared:
+        if isinstance(unit, ReplicatedUnit) and flat.layout.dtype == flat.layout.compute_dtype:
             full = unit.buffers[position]
             with untracked():
                 own = engine.collectives.own_range(full).clone()
         else:
             own = flat.master
-            full = gather_layout(engine, flat, own, f"full parameters of '{unit.name}'")
+            full = gather_layout(engine, flat, own, what)
         for parameter, view in zip(flat.parameters, views_of(full, flat.layout), strict=True):
             binding = engine.access.bindings[parameter]
             binding.held = True
             binding.show(view)
-        shown.append(_Shown(unit=unit, flat=flat, full=full, own=own, shared=shared))
+        yield _Shown(unit, flat, full, own, what)
     unit.held = True
-    return shown
-
-
-def _let_go(units: Sequence[Unit], before: Sequence[tuple[Binding, Tensor, bool]]) -> None:
-    """Let parameters be what they were: their memory, and whether that was a placeholder."""
-    for binding, data, was_absent in before:
-        binding.held = False
-        if was_absent:
-            binding.hide()
-        else:
-            binding.show(data)
-    for unit in units:
-        unit.held = False
-        unit.forget_written()
 
 
 def _wrong_shape(bindings: Sequence[Binding]) -> ValueError | None:
@@ -193,13 +176,25 @@ def _keep(engine: ZeroEngine, shown: Sequence[_Shown]) -> list[int]:
     flags = torch.zeros(len(shown), dtype=torch.uint8, device="cpu")
     failure: OffloadError | None = None
     with untracked():
-        if engine.collectives.rank == 0:
-            for view, data in [pair for part in shown for pair in part.moved()]:
+        if engine.collectives.rank == 0:  # the user may have pointed a parameter elsewhere (``parameter.data = ...``)
+            pairs = [
+                (view, get_data(parameter))
+                for part in shown
+                for parameter, view in zip(part.flat.parameters, views_of(part.full, part.flat.layout), strict=True)
+            ]
+            moved = [
+                (to, of.clone()) for to, of in pairs if (of.data_ptr(), of.stride()) != (to.data_ptr(), to.stride())
+            ]
+            for view, data in moved:  # which may be another's memory
                 view.copy_(data)
         for index, part in enumerate(shown):
             engine.collectives.broadcast(part.full.view(torch.uint8), 0, part.what).wait()
+            own, master = engine.collectives.own_range(part.full), part.flat.master
             try:
-                flags[index] = _keep_own(part, engine.collectives.own_range(part.full))
+                before = in_memory(part.own)
+                flags[index] = not torch.equal(own.view(torch.uint8), before.to(own.device).view(torch.uint8))
+                if flags[index] and (part.flat.rest.offloaded or own.data_ptr() != master.data_ptr()):
+                    master.copy_(own)
             except OffloadError as error:
                 failure = failure or error
         if engine.tiers.can_fail:
@@ -207,25 +202,6 @@ def _keep(engine: ZeroEngine, shown: Sequence[_Shown]) -> list[int]:
             engine.control.together(what, raising(failure), OffloadError)
         changed = engine.control.any_of(flags).tolist()
     return sorted({part.unit.index for part, flag in zip(shown, changed, strict=True) if flag})
-
-
-def _keep_own(part: _Shown, own: Tensor) -> bool:
-    """Take this rank's shard over into the master. Returns whether anything is new in it."""
-    before = in_memory(part.own)
-    if torch.equal(own.view(torch.uint8), before.to(own.device).view(torch.uint8)):
-        return False
-    if part.flat.rest.offloaded or own.data_ptr() != part.flat.master.data_ptr():
-        part.flat.master.copy_(own)
-    return True
-
-
-def _undo(engine: ZeroEngine, shown: Sequence[_Shown]) -> None:
-    """Take back what was written to memory that the module computes with."""
-    with untracked():
-        for part in shown:
-            if part.shared:
-                engine.collectives.own_range(part.full).copy_(part.own)
-                engine.collectives.all_gather(part.full, part.what).wait()
 
 
 def check_between_steps(engine: ZeroEngine, what: str) -> None:
@@ -243,9 +219,8 @@ def check_between_steps(engine: ZeroEngine, what: str) -> None:
 def whole(engine: ZeroEngine, pieces: Mapping[Slice, Tensor | None], what: str) -> dict[nn.Parameter, Tensor]:
     """Full shapes, by parameter, of what is cut as the masters are: a gradient, a state, an average, a master.
 
-    ``pieces`` are 1-D, on any tier, of one dtype in each layout; ``None``: this rank has zeros. Only what is asked for
-    is sent, a layout at a time. Collective: every rank, with the same parameters. Raises ``OffloadError`` on every rank
-    if one could not read its part from a disk.
+    ``pieces`` are 1-D, on any tier, of one dtype in each layout; ``None``: this rank has zeros. Sends only these, a
+    layout at a time. Raises ``OffloadError`` on every rank if one could not read its part. Collective: every rank.
     """
     layouts: dict[int, list[Slice]] = {}
     for one in pieces:
@@ -279,35 +254,30 @@ def whole(engine: ZeroEngine, pieces: Mapping[Slice, Tensor | None], what: str) 
 def average_into(
     engines: Sequence[ZeroEngine], pairs: Sequence[tuple[nn.Parameter, nn.Parameter]], momentum: float
 ) -> None:
-    """Make each first parameter ``momentum`` times itself plus ``1 - momentum`` times the second. Between steps.
+    """Make each first parameter ``momentum`` times itself plus ``1 - momentum`` times the second: see ``ema_update``.
 
-    Where both have their values here that is all. Where they are cut at the same places, each rank averages its slices.
-    Where they are not, the units of the second are gathered, one after the other.
-
-    Args:
-        engines: those of the parameters, which may have none.
-        pairs: of one shape each. The same on every rank.
-        momentum: the same on every rank, which compare it at their next agreement.
-
-    Raises:
-        ParameterAccessError: in a forward or backward.
-
-    Collective: every rank.
+    ``engines`` are those of the parameters, which may have none. Each rank averages its slices where both are cut at
+    the same places; else the units of the second are gathered, one after the other. Collective: every rank.
     """
     what = "ema_update"
     for engine in engines:
         check_between_steps(engine, what)
-    slices = {one.user: (engine, one) for engine in engines for one in engine.shards.values()}
-    changed: dict[ZeroEngine, list[nn.Parameter]] = {engine: [] for engine in engines}
+    homes = {one.user: (engine, one) for engine in engines for one in engine.shards.values()}
+    slices = {parameter: one for parameter, (_, one) in homes.items() if is_absent(parameter)}
     apart: dict[nn.Parameter, list[nn.Parameter]] = {}  # by a source that is gathered: what is averaged with it
+
+    def average(target: nn.Parameter, source: Tensor) -> None:
+        mix(slices[target].data, slices[target].of(source)) if target in slices else mix(target, source)
+
+    def mix(target: Tensor, source: Tensor) -> None:
+        target.mul_(momentum).add_(source.to(target.device) * (1 - momentum))
+
     with untracked():
         for target, source in pairs:
-            if is_absent(target):
-                changed[slices[target][0]].append(target)
-            if not is_absent(source):
-                _mix(target, slices, get_data(source), momentum)
-            elif is_absent(target) and slices[target][1].cut == slices[source][1].cut:
-                _average(slices[target][1].data, slices[source][1].data, momentum)
+            if source not in slices:
+                average(target, get_data(source))
+            elif target in slices and slices[target].cut == slices[source].cut:
+                mix(slices[target].data, slices[source].data)
             else:
                 apart.setdefault(source, []).append(target)
         for engine in engines if apart else ():
@@ -316,27 +286,14 @@ def average_into(
                 wanted = {one: one.data for one in flat.shards if one.user in apart}
                 for source, full in whole(engine, wanted, what).items():
                     for target in apart[source]:
-                        _mix(target, slices, full, momentum)
-    for engine, own in changed.items():
+                        average(target, full)
+    for engine in engines:
+        own = {target: slices[target] for target, _ in pairs if target in slices and homes[target][0] is engine}
         if own:
-            engine.access.writes.note(f"the average of {what}", fingerprint(momentum, [engine.names[p] for p in own]))
-            units = sorted({slices[parameter][1].unit for parameter in own})
-            engine.masters_changed(units, dict.fromkeys(own))
-
-
-def _mix(
-    target: nn.Parameter, slices: Mapping[nn.Parameter, tuple[ZeroEngine, Slice]], source: Tensor, momentum: float
-) -> None:
-    """Average a parameter, or this rank's slice of it, with the whole values of another."""
-    if is_absent(target):
-        own = slices[target][1]
-        _average(own.data, own.of(source), momentum)
-    else:
-        _average(target, source, momentum)
-
-
-def _average(target: Tensor, source: Tensor, momentum: float) -> None:
-    target.mul_(momentum).add_(source.to(target.device) * (1 - momentum))
+            engine.access.writes.note(
+                f"the average of {what}", fingerprint(momentum, [one.name for one in own.values()])
+            )
+            engine.masters_changed(sorted({one.unit for one in own.values()}), dict.fromkeys(own))
 
 
 @contextmanager
@@ -344,13 +301,9 @@ def gathered_gradients(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -
     """While active, ``.grad`` of ``parameters`` is the whole average; what is there at the end is what all ranks keep.
 
     A parameter that no rank has a gradient for has ``None``. What an enclosing block shows already is left to that one.
-    Gradients that were not reduced yet (``no_sync``) are each rank's own, as under DDP, and left as they are.
-    Collective, at its beginning and at its end.
-
-    Raises:
-        DivergenceError: on every rank, if they leave different gradients: nothing is kept then.
-        RuntimeError: on every rank, if the block raised on another one: nothing is kept then. And in a backward.
-        TypeError, ValueError: on every rank that has left what is no gradient of its parameter.
+    Gradients that were not reduced yet (``no_sync``) are each rank's own, as under DDP, and left as they are. Raises
+    ``DivergenceError`` if the ranks leave different gradients, ``ValueError`` or ``RuntimeError`` on every rank if one
+    leaves what is no gradient or raises, and in a backward: nothing is kept then. Collective, at its two ends.
     """
     if current_graph_task() != -1:
         raise RuntimeError(
@@ -371,13 +324,9 @@ def gathered_gradients(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -
                 raise RuntimeError(f"{what}: the last backward did not reduce gradients, so there are no averages yet.")
             yield
             return
-        failure: Exception | None = None
         try:
             shown.update(_whole_gradients(engine, slices, what))
-            try:
-                yield
-            except Exception as error:
-                failure = error
+            failure = yield from _block()
             left = [shown[one.user] for one in slices]
             _keep_gradients(engine, slices, left, failure or _unfit(engine, slices, left), what)
         finally:
@@ -416,15 +365,14 @@ def _whole_gradients(engine: ZeroEngine, slices: Sequence[Slice], what: str) -> 
 def _unfit(engine: ZeroEngine, slices: Sequence[Slice], left: Sequence[Tensor | None]) -> Exception | None:
     """Why what the user left is no gradient."""
     for one, gradient in zip(slices, left, strict=True):
+        expected = torch.Size(one.spec.shape), one.layout.dtype, torch.strided
         if gradient is None:
             continue
-        shape, dtype = torch.Size(one.spec.shape), one.layout.dtype
-        if not isinstance(gradient, Tensor) or gradient.layout is not torch.strided:
-            return TypeError(f"full_gradients: .grad of '{one.name}' must be a dense tensor or None at the end.")
-        if gradient.shape != shape or gradient.dtype != dtype:
+        if not isinstance(gradient, Tensor) or (gradient.shape, gradient.dtype, gradient.layout) != expected:
             return ValueError(
-                f"full_gradients: .grad of '{one.name}' has shape {list(gradient.shape)} and {gradient.dtype} at the "
-                f"end, expected {list(shape)} and {dtype}."
+                f"full_gradients: .grad of '{one.name}' has shape {list(getattr(gradient, 'shape', []))} and "
+                f"{getattr(gradient, 'dtype', type(gradient).__name__)} at the end, expected a dense tensor of shape "
+                f"{list(one.spec.shape)} and {one.layout.dtype}, or None."
             )
         if engine.access.bindings[one.user].bucket is None:
             return RuntimeError(f"full_gradients: '{one.name}' was given a gradient where nothing is trained.")

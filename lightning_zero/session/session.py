@@ -246,7 +246,6 @@ class ZeroSession:
                 self._activations.detach()
             self.shard(former.module, self._dtypes, cast=False)
             engine, former.updating = self.engine, True  # slices that user code has kept are not of this engine
-            former.access.hand_over()
             engine.spans.observers, engine.reduce_gradients = former.spans.observers, former.reduce_gradients
             if self._buffers is not None:
                 self._buffers.go_on(engine)

@@ -24,7 +24,6 @@ from typing import Any
 from weakref import ref
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -41,10 +40,8 @@ from lightning_zero.shards.sharded import ShardedTensor, words
 from lightning_zero.shards.slice import Placeholders
 
 __all__ = [
-    "WORKER",
     "Binding",
     "Bound",
-    "Owner",
     "absent_in_rank",
     "absent_kind",
     "binding_of",
@@ -53,7 +50,6 @@ __all__ = [
     "hide",
     "is_absent",
     "original_kind",
-    "placeholders_allowed",
     "set_data",
     "set_gradient",
     "show",
@@ -86,20 +82,18 @@ def hide(bound: Iterable[Bound]) -> None:
 
 
 _BINDINGS: dict[int, ref[Binding]] = {}  # by id of the parameter, which its binding keeps alive
-_allowed = 0  # how many ``placeholders_allowed`` are active
 
 
 class Binding:
     """One of the user's parameters, of this first name, which shows ``placeholder`` while its values are absent, and of
     which this rank has a ``slice`` (``Slice``), if it is one."""
 
-    def __init__(
-        self, parameter: nn.Parameter, name: str, placeholder: Tensor, owner: Owner, slice: Any = None
-    ) -> None:
+    def __init__(self, parameter: nn.Parameter, name: str, placeholder: Tensor, owner: Any, slice: Any = None) -> None:
         self.parameter = parameter
         self.name = name
         self.placeholder = placeholder
-        self.owner = ref(owner)  # the engine, as long as it lives
+        self.owner: Callable[[], Any] = _nobody if owner is None else ref(owner)
+        """The engine's ``ParameterAccess``, as long as it lives; ``None`` in a process that is no rank."""
         self.base: type[nn.Parameter] = original_kind(parameter)
         self.held = False
         """Whether it shows full values in the user's hands (``full_parameters``): it may be pointed anywhere."""
@@ -113,7 +107,6 @@ class Binding:
         self.last_hook: int | None = None
         """Id of the engine's post-accumulate hook, which runs after the user's."""
         self._unswappable = ref(parameter)  # `torch.utils.swap_tensors`, which would take our hooks away, refuses it
-        self._warned_of_set = False
         key = id(parameter)
         _BINDINGS[key] = ref(self, lambda gone: _BINDINGS.pop(key) if _BINDINGS.get(key) is gone else None)
         shows_placeholder = storage_key(get_data(parameter)) == storage_key(placeholder)
@@ -147,15 +140,9 @@ class Binding:
             for data in [found for weak in known if (found := weak()) is not None]:
                 data.data = data.clone()
 
-    def warn_of_set(self) -> None:
-        """Say once that ``set_()`` has another effect under DDP."""
-        if not self._warned_of_set and self.parameter.requires_grad:
-            self._warned_of_set = True
-            rank_zero_warn(
-                f"'{self.name}' was changed by `set_()`, as `torch.nn.utils.parametrize` does. DDP stops averaging "
-                "the gradient of such a parameter, and its ranks drift apart. Here it is still averaged. For the same "
-                "numbers with both, register parametrizations before `trainer.fit`."
-            )
+
+def _nobody() -> None:
+    """The owner of a parameter in a process that is no rank."""
 
 
 def binding_of(parameter: Tensor) -> Binding | None:
@@ -170,17 +157,6 @@ def is_absent(parameter: Tensor) -> bool:
     return isinstance(parameter, _Absent)
 
 
-@contextmanager
-def placeholders_allowed() -> Iterator[None]:
-    """While active, absent parameters hand placeholders out: to code that only passes them on."""
-    global _allowed
-    _allowed += 1
-    try:
-        yield
-    finally:
-        _allowed -= 1
-
-
 def original_kind(parameter: Tensor) -> type[nn.Parameter]:
     """The class of a parameter before an engine looked after it."""
     kind: Any = type(parameter)
@@ -189,17 +165,10 @@ def original_kind(parameter: Tensor) -> type[nn.Parameter]:
 
 
 def _new_parameter(cls: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> nn.Parameter:
-    """``nn.Parameter(parameter)``, for which torch wants a class whose ``detach()`` gives one of its own.
-
-    Of one of ours it makes an ordinary parameter in the same memory, as of every other.
-    """
-    ours: Any = data if isinstance(data, _Shown) else None
-    if ours is not None:
-        binding = binding_of(ours)
-        if binding is not None and is_absent(ours):
-            raise _refused([binding], "nn.Parameter()")
-        data = Tensor.detach(ours)
-    made: nn.Parameter = _make_parameter(cls, data, requires_grad)
+    """``nn.Parameter(parameter)``, for which torch wants a class whose ``detach()`` gives one of its own."""
+    made: nn.Parameter = _make_parameter(
+        cls, Tensor.detach(data) if issubclass(type(data), _Shown) else data, requires_grad
+    )
     return made
 
 
@@ -237,14 +206,15 @@ class _Shown:
     @property
     def data(self: Any) -> Tensor:
         binding = binding_of(self)
-        owner = None if binding is None or _allowed or binding.held else binding.owner()
-        if binding is None or owner is None:
+        if binding is None or binding.held:
             return get_data(self)
-        if not is_absent(self) or owner.bring(binding, False) or owner.bring(binding, True):
-            return owner.data_of(binding)
-        if (sharded := owner.readable(binding)) is None:
-            raise owner.refusal([binding.name], "data")
-        return sharded
+        if (owner := binding.owner()) is None and not is_absent(self):
+            return get_data(self)
+        if not is_absent(self) or _bring([binding]) or _bring([binding], True):
+            return owner.data_of(binding)  # type: ignore[no-any-return]
+        if owner is None or (sharded := owner.readable(binding)) is None:
+            raise _refused([binding], "data")
+        return sharded  # type: ignore[no-any-return]
 
     @data.setter
     def data(self: Any, value: Tensor) -> None:
@@ -263,19 +233,29 @@ class _Shown:
     def grad(self: Any) -> Tensor | None:
         weak = _BINDINGS.get(id(self))
         binding = None if weak is None else weak()  # ``binding_of``, without a call: every `zero_grad` is here
-        owner = None if binding is None or binding.parameter is not self else binding.owner()
-        if _clearing and binding is not None and owner is not None and _clearing == get_ident():
-            owner.write_gradient(binding, None)  # it only asks whether there is one: none is made to be shown
+        if binding is None or binding.parameter is not self:
+            return get_gradient(self)
+        if _clearing and _clearing == get_ident():
+            self.grad = None  # it only asks whether there is one: none is made to be shown
             return None
-        local = get_gradient(self)
+        if binding.behind:
+            raise ParameterAccessError(
+                f"The gradient that '{binding.name}' has in its rank is not in this process, and what is computed here "
+                "would be added to it: this is a worker that a rank has started (of a DataLoader, say). Call "
+                "`module.zero_grad()` in the worker first, or let it have what it needs of the gradient before it "
+                "starts: `lightning_zero.full_gradient(module, name)`, on every rank."
+            )
+        local, owner = get_gradient(self), binding.owner()
         # A gradient is no part of what is compiled, but of what is described to make a fake tensor of a parameter.
-        return local if binding is None or owner is None or is_being_compiled() else owner.read_gradient(binding, local)
+        return local if owner is None or is_being_compiled() else owner.read_gradient(binding, local)
 
     @grad.setter
     def grad(self: Any, value: Tensor | None) -> None:
         binding = binding_of(self)
         if binding is None or (owner := binding.owner()) is None:
             set_gradient(self, value)
+            if binding is not None:
+                binding.behind = False
         else:
             owner.write_gradient(binding, value)
 
@@ -284,15 +264,9 @@ class _Shown:
         self.grad = None
 
     def set_(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """As every parameter's, which torch tells no torch function of.
-
-        Autograd forgets DDP's hooks then, and not ours. (``torch.utils.swap_tensors`` would take ours as well.)
-        """
-        binding = binding_of(self)
-        if binding is not None:
-            binding.warn_of_set()
-            if is_absent(self):
-                raise _refused([binding], "set_()")
+        """As every parameter's, which torch tells no torch function of."""
+        if (binding := binding_of(self)) is not None and is_absent(self):
+            raise _refused([binding], "set_()")
         return Tensor.set_(self, *args, **kwargs)
 
     def register_post_accumulate_grad_hook(self: Any, hook: Any) -> Any:
@@ -313,7 +287,8 @@ class _Shown:
         binding = binding_of(self)
         owner = None if binding is None or get_spawning_popen() is None else binding.owner()
         if binding is not None and owner is not None and (is_absent(self) or not owner.shows_for_good(binding)):
-            return _for_worker(binding)
+            kept = tuple(self.shape), self.dtype, self.requires_grad, vars(self)
+            return _without_values, (binding.base, binding.name, *kept)
         with _ordinary(self):
             return self.__reduce_ex__(protocol)
 
@@ -393,37 +368,31 @@ _REDUCTIONS = words(
     "norm linalg_norm linalg_vector_norm _foreach_norm sum mean count_nonzero any all max amax min amin"
 )
 _LOOKS = words("detach isfinite isnan isinf")
-_OURS = frozenset(["__set__"])  # what the engine does to parameters, whatever they show
 
 
 def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A torch function got an absent parameter."""
     name = getattr(func, "__name__", "")
-    if _allowed or name in _OURS or func in (get_data, get_gradient):  # user code meets properties instead
+    if name == "__set__" or func in (get_data, get_gradient):  # the engine's: user code meets properties instead
         with no_subclasses():
             return func(*args, **kwargs)
     bindings = [b for tensor in _absent([*args, *kwargs.values()]) if (b := binding_of(tensor)) is not None]
     if bindings and _bring(bindings):
         return func(*args, **kwargs)
     first: Any = args[0] if args else None
-    if name in _FREE or (name in _SHAPES and not isinstance(first, _Absent)):
-        with no_subclasses():
-            return func(*args, **kwargs)
-    if name == "__get__":
+    if name in _FREE or name == "__get__" or (name in _SHAPES and not isinstance(first, _Absent)):
         with no_subclasses():
             result = func(*args, **kwargs)
-        if not isinstance(result, Tensor):
+        if name != "__get__" or not isinstance(result, Tensor):
             return result
     elif name in _STRIDES:  # those of the values, not those of the placeholder
         return func(torch.empty(first.shape, device="meta"), *args[1:], **kwargs)
-    elif name == "type" and not args[1:] and not kwargs:
-        with no_subclasses():
-            return func(first)
     elif name in _CASTS and isinstance(first, _Absent):
         with no_subclasses(), untracked():
             one = torch.empty((), dtype=first.dtype, device=first.device)  # type: ignore[attr-defined]
-            if getattr(one, name)(*args[1:], **kwargs) is one:
-                return first
+            cast = getattr(one, name)(*args[1:], **kwargs)
+        if cast is one or isinstance(cast, str):
+            return first if cast is one else cast
     if bindings and _bring(bindings, together=True):
         return func(*args, **kwargs)
     if name in _REDUCTIONS or name in _LOOKS:
@@ -431,7 +400,7 @@ def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if bindings and all(one is not None for one in slices.values()):
             result = func(*_swapped(args, slices), **kwargs)
             wanted = torch.is_grad_enabled() and any(b.parameter.requires_grad for b in bindings)
-            return _refusing_backward(result, bindings[0], name) if wanted and name in _REDUCTIONS else result
+            return _refusing_backward(result, bindings, name) if wanted and name in _REDUCTIONS else result
     if isinstance(first, ShardedTensor):
         first.source.refuse(f"{name}() with a parameter needs all of both")
     raise _refused(bindings, f"{name}()")
@@ -448,22 +417,21 @@ class _RefusingBackward(torch.autograd.Function):
     """A number that was made of slices: it requires grad, as under DDP, and a backward that comes to it raises."""
 
     @staticmethod
-    def forward(ctx: Any, number: Tensor, anchor: Tensor, binding: Binding, use: str) -> Tensor:
-        ctx.named = binding, use
+    def forward(ctx: Any, number: Tensor, anchor: Tensor, bindings: Sequence[Binding], use: str) -> Tensor:
+        ctx.named = bindings, use
         return number.view_as(number)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise _refused([ctx.named[0]], f"the backward of a {ctx.named[1]}() that was taken between steps")
+        raise _refused(ctx.named[0], f"the backward of a {ctx.named[1]}() that was taken between steps")
 
 
-def _refusing_backward(result: Any, binding: Binding, use: str) -> Any:
+def _refusing_backward(result: Any, bindings: Sequence[Binding], use: str) -> Any:
     if isinstance(result, list | tuple):
-        return type(result)(_refusing_backward(number, binding, use) for number in result)
-    if not (result.is_floating_point() or result.is_complex()):
-        return result
+        return type(result)(_refusing_backward(number, bindings, use) for number in result)
     apply: Any = _RefusingBackward.apply
-    return apply(result, torch.empty(0, requires_grad=True, device="cpu"), binding, use)
+    real = not (result.is_floating_point() or result.is_complex())
+    return result if real else apply(result, torch.empty(0, requires_grad=True, device="cpu"), bindings, use)
 
 
 def _absent(values: Sequence[Any]) -> Iterator[Tensor]:
@@ -475,82 +443,20 @@ def _absent(values: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def _bring(bindings: Sequence[Binding], together: bool = False) -> bool:
+    """Let parameters show their values, if this rank can do so alone, or with the others in the same phase."""
     return all((owner := binding.owner()) is not None and owner.bring(binding, together) for binding in bindings)
 
 
 def _refused(bindings: Sequence[Binding], use: str) -> ParameterAccessError:
-    owner = bindings[0].owner() if bindings else None
-    if owner is None:
-        return absent_in_rank("of a module that is gone", use)
-    return owner.refusal([binding.name for binding in bindings], use)
-
-
-def _same_memory(value: Tensor, data: Tensor) -> bool:
-    if isinstance(value, ShardedTensor):
-        return False
-    alike = value.shape == data.shape and value.dtype == data.dtype and storage_key(value) == storage_key(data)
-    return alike and (value.storage_offset(), value.stride()) == (data.storage_offset(), data.stride())
-
-
-class Owner:
-    """Looks after bound parameters: an engine does (``ParameterAccess``). This one does in a process that is no rank, a
-    worker of a DataLoader that a rank has started, which has no threads and connections that put values together.
-
-    A parameter that showed its values when the process was started is an ordinary one there, and whatever is done to it
-    stays there. One that is absent answers questions about shape, dtype and the like, and raises where it is read.
-    """
-
-    def bring(self, binding: Binding, together: bool) -> bool:
-        """Let a parameter show its values, if this rank can do so alone, or with the others in the same phase."""
-        return False
-
-    def readable(self, binding: Binding) -> Tensor | None:
-        """What stands for the values of an absent parameter between phases; ``None`` if nothing does."""
-        return None
-
-    def data_of(self, binding: Binding) -> Tensor:
-        """What ``.data`` of a parameter is that shows its values."""
-        return get_data(binding.parameter)
-
-    def assign(self, binding: Binding, value: Tensor) -> None:
-        """``parameter.data = value``."""
-        binding.show(value)
-
-    def read_gradient(self, binding: Binding, local: Tensor | None) -> Tensor | None:
-        """What ``.grad`` is. ``local``: what autograd holds there."""
-        if binding.behind:
-            raise ParameterAccessError(
-                f"The gradient that '{binding.name}' has in its rank is not in this process, and what is computed here "
-                "would be added to it: this is a worker that a rank has started (of a DataLoader, say). Call "
-                "`module.zero_grad()` in the worker first, or let it have what it needs of the gradient before it "
-                "starts: `lightning_zero.full_gradient(module, name)`, on every rank."
-            )
-        return local
-
-    def write_gradient(self, binding: Binding, value: Tensor | None) -> None:
-        """``.grad = value``."""
-        binding.behind = False
-        set_gradient(binding.parameter, value)
-
-    def shows_for_good(self, binding: Binding) -> bool:
-        """Whether what a parameter shows is its own until it is changed, and not only while a module runs."""
-        return True
-
-    def refusal(self, names: Sequence[str], use: str) -> ParameterAccessError:
-        """What is raised where ``use`` needs values that are absent, of parameters of these names."""
-        return ParameterAccessError(
-            f"The values of parameter '{names[0]}' are not in this process, and {use} needs them: it is a worker that "
-            "a rank has started (of a DataLoader, say), and only ranks put sharded parameters together. Compute with "
-            "the module in the step method, or give the loader a copy that every rank makes before the workers start: "
-            "`with lightning_zero.full_parameters(module): net = copy.deepcopy(module.net)`. With `num_workers=0` "
-            "there is no worker."
-        )
-
-
-WORKER = Owner()
-"""That of this process, if it is no rank."""
-_brought: list[Binding] = []  # of parameters that came to this process without their values
-_placeholders = Placeholders()
+    if bindings and bindings[0].owner() is not None:
+        return absent_in_rank(f"'{bindings[0].name}'", use)
+    return ParameterAccessError(
+        f"The values of parameter '{bindings[0].name if bindings else '?'}' are not in this process, and {use} needs "
+        "them: it is a worker that a rank has started (of a DataLoader, say), and only ranks put sharded parameters "
+        "together. Compute with the module in the step method, or give the loader a copy that every rank makes before "
+        "the workers start: `with lightning_zero.full_parameters(module): net = copy.deepcopy(module.net)`. With "
+        "`num_workers=0` there is no worker."
+    )
 
 
 def absent_in_rank(name: str, use: str) -> ParameterAccessError:
@@ -565,11 +471,15 @@ def absent_in_rank(name: str, use: str) -> ParameterAccessError:
     )
 
 
-def _for_worker(binding: Binding) -> tuple[Any, ...]:
-    """What a parameter is pickled as, without its values, for a process that is being spawned."""
-    parameter, like = binding.parameter, binding.placeholder
-    kept = tuple(like.shape), like.dtype, parameter.requires_grad, vars(parameter)
-    return _without_values, (binding.base, binding.name, *kept)
+def _same_memory(value: Tensor, data: Tensor) -> bool:
+    if isinstance(value, ShardedTensor):
+        return False
+    alike = value.shape == data.shape and value.dtype == data.dtype and storage_key(value) == storage_key(data)
+    return alike and (value.storage_offset(), value.stride()) == (data.storage_offset(), data.stride())
+
+
+_brought: list[Binding] = []  # of parameters that came to this process, a spawned worker, without their values
+_placeholders = Placeholders()
 
 
 def _without_values(
@@ -580,10 +490,11 @@ def _without_values(
     requires_grad: bool,
     marks: dict[str, Any],
 ) -> nn.Parameter:
+    """What such a parameter is unpickled as."""
     placeholder = _placeholders.like(torch.empty(shape, dtype=dtype, device="meta"), torch.device("cpu"))
     with untracked():
         parameter: nn.Parameter = make_subclass(kind, placeholder)
     parameter.requires_grad_(requires_grad)
     vars(parameter).update(marks)
-    _brought.append(Binding(parameter, name, placeholder, WORKER))
+    _brought.append(Binding(parameter, name, placeholder, None))
     return parameter

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Sequence
-from enum import Enum
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -38,25 +37,16 @@ from lightning_zero.errors import ParameterAccessError
 from lightning_zero.offload.host import in_memory
 from lightning_zero.shards.slice import Slice, fingerprint
 
-__all__ = ["Combine", "ShardedTensor", "Source", "Together", "words"]
+__all__ = ["ShardedTensor", "Source", "Together", "words"]
 
 _PIECE_NUMEL = 2**20  # elements that are cast to float64 at a time
-_INF = math.inf
 
-
-class Combine(Enum):
-    """How the ranks' numbers are put together."""
-
-    SUM = "sum"
-    LARGEST = "largest"  # of numbers that are not negative; NaN if one is
-    EACH = "each"  # all of them, a row for each rank
-
-
-Together = Callable[[str, int, Tensor, Combine], Tensor]
+Together = Callable[[str, int, Tensor, bool], Tensor]
 """Puts the numbers of all ranks together, and gives every rank the same answer: an engine does. Collective: every rank.
 
 It gets the call, for messages, the same on every rank; a number for how the values came about, which must be the same
-on every rank; 1-D float64 numbers, equally many on every rank, which it may overwrite; and how to combine them."""
+on every rank; 1-D float64 numbers, equally many on every rank, which it may overwrite; and whether to add them up.
+Otherwise it returns a row of them for each rank."""
 
 
 class Source:
@@ -90,10 +80,6 @@ class Source:
         raise ParameterAccessError(f"The {self.what} is sharded, each rank holds a slice: {problem}. {self.advice}")
 
 
-def _refused(self: ShardedTensor, *args: Any, **kwargs: Any) -> NoReturn:
-    self.source.refuse("code that reads its memory, or saves it, needs all of it")
-
-
 class ShardedTensor(Tensor):
     """A tensor of the whole shape, of which this rank holds ``own``: 1-D, on any device or in a file.
 
@@ -113,12 +99,7 @@ class ShardedTensor(Tensor):
 
     @staticmethod
     def __new__(
-        cls,
-        own: Tensor,
-        shape: torch.Size,
-        source: Source,
-        device: torch.device | None = None,
-        history: int = 0,
+        cls, own: Tensor, shape: torch.Size, source: Source, device: torch.device | None = None, history: int = 0
     ) -> ShardedTensor:
         sharded: ShardedTensor = make_wrapper_subclass(cls, shape, dtype=own.dtype, device=device or own.device)
         sharded.own, sharded.source, sharded.history = own, source, history
@@ -155,6 +136,9 @@ class ShardedTensor(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedTensor({self.source.what}, shape {list(self.shape)}, {self.dtype}, {self.device})"
 
+    def _refused(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self.source.refuse("code that reads its memory, or saves it, needs all of it")
+
     data_ptr = numpy = tolist = storage = untyped_storage = __array__ = __dlpack__ = __reduce_ex__ = _refused
 
 
@@ -166,70 +150,66 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Names of functions as torch's dispatcher knows them.
+# Names of functions as torch's dispatcher knows them, without underscores.
 _LIKE = words("zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full")
 _SCALES = words("mul div neg zero")  # commute with averages
 _IN_PLACE = _SCALES | words("clamp clamp_min clamp_max clamp_minimum clamp_maximum nan_to_num")
-_OUT_OF_PLACE = _IN_PLACE | words("""
-    abs sqrt sgn sign isfinite isnan isinf logical_not bitwise_not pow eq ne gt ge lt le rsub add sub
-    minimum maximum
+_OUT_OF_PLACE = words("""
+    clone to_copy abs neg pow sqrt mul div eq ne gt ge lt le isfinite isnan isinf logical_not bitwise_not
 """)
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a function of torch gives if there are sharded tensors among its arguments."""
     name: str = func.overloadpacket.__name__.replace("linalg_vector_norm", "norm")
-    sharded = [value for value in tree_leaves((args, kwargs)) if isinstance(value, ShardedTensor)]
+    plain, in_place, listed = name.removeprefix("_foreach").strip("_"), name.endswith("_"), name.startswith("_foreach_")
     if name in _LIKE:
         return func(*tree_map_only(ShardedTensor, _shape_only, args), **kwargs)
-    if name.startswith("_foreach_"):
-        return _for_each(name.removeprefix("_foreach_"), func, args, kwargs)
-    subject = args[0]
-    if not isinstance(subject, ShardedTensor):
-        sharded[0].source.refuse(f"{name}() of another tensor needs all of it")
-    if name in ("detach", "alias"):
+    subjects = [value for value in (args[0] if listed else args[:1]) if isinstance(value, ShardedTensor)]
+    if not subjects:
+        other = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, ShardedTensor))
+        other.source.refuse(f"{name}() of another tensor needs all of it")
+    subject = subjects[0]
+    if plain in ("detach", "alias"):
         return ShardedTensor(subject.own, subject.shape, subject.source, subject.device, subject.history)
-    if name in _KINDS or name in _NORMS:
-        return _reduced([subject], name, func, args[1:], kwargs)[0]
-    if name in ("clone", "_to_copy"):
-        subject.source.check(f"{name}()", False)
-        dtype, device = kwargs.get("dtype") or subject.dtype, kwargs.get("device") or subject.device
-        elements, number = _elements(subject).to(dtype, copy=True), fingerprint(subject.history, name, dtype)
-        return _derived(subject, elements, number, torch.device(device))
-    number = _checked(subject, name, args[1:], kwargs)
-    result = func(*(_beside(value, subject) for value in args), **kwargs)
-    return subject if name.endswith("_") else _derived(subject, result, number)
+    if plain == "norm" or (plain in _KINDS and not listed):
+        return _reduced(args[0] if listed else [subject], name, func, args[1:], kwargs, listed)
+    if plain not in (_IN_PLACE if in_place else () if listed else _OUT_OF_PLACE):
+        subject.source.refuse(f"{name}() needs more than that")
+    number = _checked(subjects, name, plain, in_place, [*args[1:], *kwargs.values()])
+    own = [_elements(value, subject) for value in args]
+    if plain == "to_copy":
+        elements = own[0].to(kwargs.get("dtype"), copy=True)
+        return _derived(subject, elements, number, torch.device(kwargs.get("device") or subject.device))
+    result = func(*own, **kwargs)
+    return (None if listed else subject) if in_place else _derived(subject, result, number)
 
 
-def _checked(
-    subject: ShardedTensor, name: str, args: Sequence[Any], kwargs: dict[str, Any], told: int | None = None
-) -> int:
-    """Raise unless an elementwise function gives a slice what it gives the whole; note an edit in place.
+def _checked(subjects: Sequence[ShardedTensor], name: str, plain: str, in_place: bool, others: Sequence[Any]) -> int:
+    """Raise unless an elementwise function gives slices what it gives the whole; note edits in place.
 
-    Returns a number for the call. ``told``: one for its arguments, where that is known.
+    Returns a number for the call.
     """
-    source, plain, in_place, called = subject.source, name.strip("_"), name.endswith("_"), f"{name}()"
-    if plain not in (_IN_PLACE if in_place else _OUT_OF_PLACE):
-        source.refuse(f"{called} needs more than that")
-    others = [*args, *kwargs.values()]
-    alike = [] if in_place or source.place is None else [value for value in others if isinstance(value, ShardedTensor)]
+    subject, called = subjects[0], f"{name}()"
+    place = subject.source.place
+    alike = [] if in_place else [v for v in others if isinstance(v, ShardedTensor) and v.source.place is place]
     for value in others:
-        if not _is_number(value) and not (value in alike and value.source.place is source.place):
-            source.refuse(f"{called} works with numbers only")
-        if in_place and (isinstance(value, complex) or (isinstance(value, Tensor) and value.is_complex())):
-            source.refuse(f"{called} with a complex number has other last bits on a slice")
-    for value in (subject, *alike):
-        value.source.check(called, in_place and plain in _SCALES and not kwargs.get("rounding_mode"))
-    number = fingerprint(plain, [_told(value) for value in others]) if told is None else told
-    if in_place:
-        source.edited(called, number)
-    return fingerprint(subject.history, plain, number)
+        if not _is_number(value) and not any(value is one for one in alike) and plain != "to_copy":
+            subject.source.refuse(f"{called} works with numbers only")
+    linear = in_place and plain in _SCALES and not any(isinstance(value, str) for value in others)
+    number = fingerprint(plain, [_told(value) for value in others])
+    for value in (*subjects, *alike):
+        value.source.check(called, linear)
+        if in_place:
+            value.source.edited(called, number)
+    return fingerprint(subject.history, number)
 
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return value.dim() == 0 and not isinstance(value, ShardedTensor) and value.layout is torch.strided
-    return value is None or isinstance(value, numbers.Number | str)
+        plain = not isinstance(value, ShardedTensor) and value.layout is torch.strided
+        return plain and value.dim() == 0 and not value.is_complex()
+    return value is None or isinstance(value, numbers.Real | str)
 
 
 def _told(value: Any) -> Any:
@@ -238,19 +218,16 @@ def _told(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
-def _beside(value: Any, subject: ShardedTensor) -> Any:
+def _elements(value: Any, beside: ShardedTensor) -> Any:
     """An argument for this rank's elements: what is offloaded is edited where it is."""
-    if isinstance(value, ShardedTensor):
-        return _elements(value)
-    return value.to(subject.own.device) if isinstance(value, Tensor) else value
-
-
-def _elements(sharded: ShardedTensor) -> Tensor:
-    """This rank's elements. Without dimensions where the tensor has none: dtypes depend on that."""
-    own = in_memory(sharded.own)
-    if sharded.dim():
+    if isinstance(value, list | tuple):
+        return [_elements(one, beside) if isinstance(one, ShardedTensor) else one for one in value]
+    if not isinstance(value, ShardedTensor):
+        return value.to(beside.own.device) if isinstance(value, Tensor) and not value.dim() else value
+    own = in_memory(value.own)
+    if value.dim():
         return own
-    return own.view(()) if own.numel() else own.new_zeros(())
+    return own.view(()) if own.numel() else own.new_zeros(())  # dtypes depend on whether there are dimensions
 
 
 def _derived(parent: ShardedTensor, elements: Tensor, number: int, device: torch.device | None = None) -> ShardedTensor:
@@ -260,138 +237,94 @@ def _derived(parent: ShardedTensor, elements: Tensor, number: int, device: torch
     return ShardedTensor(own, parent.shape, made, device or parent.device, number or 1)
 
 
-def _for_each(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function of lists of tensors, some of them sharded."""
-    subjects = [value for value in args[0] if isinstance(value, ShardedTensor)]
-    if not subjects:
-        other = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, ShardedTensor))
-        other.source.refuse(f"_foreach_{name}() with other tensors needs all of it")
-    if name == "norm":
-        others = [value for value in args[0] if not isinstance(value, ShardedTensor)]
-        of_sharded = iter(_reduced(subjects, "_foreach_norm", _norm_of_one, args[1:], kwargs))
-        of_others = iter(func(others, *args[1:], **kwargs) if others else ())
-        return [next(of_sharded if isinstance(value, ShardedTensor) else of_others) for value in args[0]]
-    shared = all(map(_is_number, args[1:]))
-    told = fingerprint(name.strip("_"), [*map(_told, args[1:])], [*map(_told, kwargs.values())]) if shared else None
-    numbers_of = []
-    for index, value in enumerate(args[0]):
-        each = [other[index] if isinstance(other, list | tuple) else other for other in args[1:]]
-        numbers_of.append(_checked(value, name, each, kwargs, told) if isinstance(value, ShardedTensor) else 0)
-    given = tree_map_only(ShardedTensor, _elements, args)
-    given = (given[0], *(_beside(value, subjects[0]) for value in given[1:]))
-    results = func(*given, **kwargs)
-    if name.endswith("_"):
-        return None
-    return [
-        _derived(value, result, number) if isinstance(value, ShardedTensor) else result
-        for value, result, number in zip(args[0], results, numbers_of, strict=True)
-    ]
-
-
-def _norm_of_one(tensor: Tensor, ord: float = 2, dtype: torch.dtype | None = None) -> Tensor:
-    """What ``_foreach_norm`` gives of each tensor, with the same arguments."""
-    norm: Tensor = torch.linalg.vector_norm(tensor, ord, dtype=dtype)
-    return norm
-
-
 def _shape_only(sharded: ShardedTensor) -> Tensor:
     """An ordinary tensor of the same shape, dtype and device, for functions that ask for no more."""
     return torch.empty((), dtype=sharded.dtype, device=sharded.device).expand(sharded.shape)
 
 
 class _Kind(NamedTuple):
-    """One way to reduce a tensor: a number of each piece, then one of these, then one of all ranks' numbers."""
+    """One way to reduce a tensor: a float64 number of this rank's elements, then one of all ranks' numbers."""
 
-    combine: Combine
-    empty: float  # the number where there is no element
     piece: Callable[[Tensor], Tensor]
-    over: Callable[[Tensor], Tensor]  # of several numbers, 1-D
+    over: Callable[..., Tensor] = torch.sum  # of several numbers
+    empty: float = 0.0  # the number where there is no element
     result: Callable[[Tensor, int], Tensor] = lambda number, count: number  # ``count``: elements of the whole tensor
 
 
 def _p_norm(order: float) -> _Kind:
-    if order == _INF:
-        return _Kind(Combine.LARGEST, 0.0, lambda x: x.abs().amax(), torch.amax)
-    if order == -_INF:
-        return _Kind(Combine.EACH, _INF, lambda x: x.abs().amin(), torch.amin)
+    if order == math.inf:
+        return _Kind(lambda x: x.abs().amax(), torch.amax)
+    if order == -math.inf:
+        return _MIN._replace(piece=lambda x: x.abs().amin())
 
     def powers(piece: Tensor) -> Tensor:
-        wide = torch.promote_types(piece.dtype, torch.float64)
-        norm: Tensor = torch.linalg.vector_norm(piece, order, dtype=wide)
+        norm: Tensor = torch.linalg.vector_norm(piece, order, dtype=torch.promote_types(piece.dtype, torch.float64))
         return norm.pow(order or 1.0)
 
-    return _Kind(Combine.SUM, 0.0, powers, torch.sum, lambda number, count: number.pow(1.0 / (order or 1.0)))
+    return _Kind(powers, result=lambda number, count: number.pow(1.0 / (order or 1.0)))
 
 
-_SUM = _Kind(Combine.SUM, 0.0, lambda x: x.sum(dtype=torch.float64), torch.sum)
-_MAX = _Kind(Combine.EACH, -_INF, lambda x: x.amax(), torch.amax)
-_MIN = _Kind(Combine.EACH, _INF, lambda x: x.amin(), torch.amin)
+_SUM = _Kind(lambda x: x.sum(dtype=torch.float64))
+_MAX = _Kind(lambda x: x.amax(), torch.amax, -math.inf)
+_MIN = _Kind(lambda x: x.amin(), torch.amin, math.inf)
 _KINDS = {
     "sum": _SUM,
     "mean": _SUM._replace(result=lambda number, count: number / count),
-    "count_nonzero": _SUM._replace(piece=lambda x: (x != 0).sum()),
-    "any": _Kind(Combine.LARGEST, 0.0, lambda x: (x != 0).any(), torch.amax),
-    "all": _Kind(Combine.LARGEST, 0.0, lambda x: (x == 0).any(), torch.amax, lambda number, count: 1 - number),
+    "count_nonzero": _Kind(lambda x: (x != 0).sum()),
+    "any": _Kind(lambda x: (x != 0).sum(), result=lambda number, count: number > 0),
+    "all": _Kind(lambda x: (x == 0).sum(), result=lambda number, count: number == 0),
     **{"max": _MAX, "amax": _MAX, "min": _MIN, "amin": _MIN},
 }
-_NORMS = words("norm _foreach_norm")
 
 
 def _kind_of(subject: ShardedTensor, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> _Kind:
     """What a reduction does with these arguments behind its tensor."""
-    takes = {"_foreach_norm": ("p", "dtype")}.get(name, ("p", "dim") if name in _NORMS else ("dim",))
+    norm, counts = name.endswith("norm"), name in ("any", "all", "count_nonzero")
+    takes = ("p", "dtype") if name == "_foreach_norm" else ("p", "dim") if norm else ("dim",)
     given = dict(zip(takes, args, strict=False)) | {"p" if key == "ord" else key: kwargs[key] for key in kwargs}
-    dtype, order = given.get("dtype"), given.get("p", 2.0)
+    dtype, order, dim = given.get("dtype"), given.get("p"), given.get("dim")
     order = 2.0 if order is None else order
-    wider = dtype is None or (name in _NORMS and torch.promote_types(subject.dtype, dtype) is dtype)
-    counts = name in ("any", "all", "count_nonzero")
-    whole = given.get("dim") is None or (not len(given["dim"]) and not counts) if "dim" in given else True
-    complex_too = name in _NORMS or counts
-    if not whole or not wider or isinstance(order, str | Tensor) or (subject.is_complex() and not complex_too):
+    wider = dtype is None or (norm and torch.promote_types(subject.dtype, dtype) is dtype)
+    whole = dim is None or (isinstance(dim, list | tuple) and not dim and not counts)
+    if not whole or not wider or isinstance(order, str | Tensor) or (subject.is_complex() and not (norm or counts)):
         subject.source.refuse(f"{name}() of some dimensions, of a matrix or in another dtype needs all of it")
-    return _p_norm(float(order)) if name in _NORMS else _KINDS[name]
+    return _p_norm(float(order)) if norm else _KINDS[name]
 
 
-def _reduced(
-    subjects: Sequence[ShardedTensor], name: str, func: Any, args: Any, kwargs: dict[str, Any]
-) -> list[Tensor]:
-    """What a norm, a sum or a finite check gives of each tensor. One collective for all that one engine looks after.
-
-    ``func`` gives it of one tensor, with these arguments behind that.
-    """
+def _reduced(values: Sequence[Tensor], name: str, func: Any, args: Any, kwargs: dict[str, Any], listed: bool) -> Any:
+    """What a norm, a sum or a finite check gives of each tensor. One collective for all that one engine looks after."""
     results = list[Tensor]()
-    engines = dict[Together, list[int]]()
-    for index, subject in enumerate(subjects):
-        kind = _kind_of(subject, name, args, kwargs)
-        subject.source.check(f"{name}()", False)
-        together = subject.source.together
-        if together is None:
-            subject.source.refuse(f"{name}() needs all of it")
-        device = "meta" if subject.numel() else subject.device
-        results.append(func(torch.empty(subject.shape, dtype=subject.dtype, device=device), *args, **kwargs))
-        if subject.numel():
-            engines.setdefault(together, []).append(index)
+    engines = dict[Together, list[tuple[int, ShardedTensor, _Kind]]]()
+    for index, value in enumerate(values):
+        model: Any = value
+        if isinstance(value, ShardedTensor):
+            kind = _kind_of(value, name, args, kwargs)
+            value.source.check(f"{name}()", False)
+            together = value.source.together
+            if together is None:
+                value.source.refuse(f"{name}() needs all of it")
+            model = torch.empty(value.shape, dtype=value.dtype, device="meta" if value.numel() else value.device)
+            if value.numel():
+                engines.setdefault(together, []).append((index, value, kind))
+        results += func([model], *args, **kwargs) if listed else [func(model, *args, **kwargs)]
     for together, members in engines.items():
-        mine = [_number(kind, subjects[index].own) for index in members]
+        kind, first = members[0][2], members[0][1]
         more = f" and of {len(members) - 1} more" if members[1:] else ""
-        what = f"{name}() of the {subjects[members[0]].source.what}{more}"
         told = [_told(value) for value in (*args, *kwargs.values())]
-        history = fingerprint(name, told, [subjects[index].history for index in members])
-        found = together(what, history, torch.stack([number.to(mine[0].device) for number in mine]), kind.combine)
-        found = kind.over(found, 0) if kind.combine is Combine.EACH else found  # type: ignore[call-arg]
-        for index, number in zip(members, found, strict=True):
-            subject, model = subjects[index], results[index]
-            result = kind.result(number, subject.numel())
-            results[index] = result.to(subject.device, model.dtype).view(model.shape)
-    return results
+        history = fingerprint(name, told, [value.history for _, value, _ in members])
+        mine = torch.stack([_number(kind, value.own).to(first.own.device) for _, value, _ in members])
+        found = together(f"{name}() of the {first.source.what}{more}", history, mine, kind.over is torch.sum)
+        for (index, value, _), number in zip(members, found if found.dim() == 1 else kind.over(found, 0), strict=True):
+            result = kind.result(number, value.numel())
+            results[index] = result.to(value.device, results[index].dtype).view(results[index].shape)
+    return results if listed else results[0]
 
 
 def _number(kind: _Kind, own: Tensor) -> Tensor:
     """This rank's number, float64, of a tensor of which it has these elements."""
-    found = []
-    for start in range(0, own.numel(), _PIECE_NUMEL):
-        numel = min(_PIECE_NUMEL, own.numel() - start)
-        found.append(kind.piece(in_memory(own.narrow(0, start, numel))).to(torch.float64))
-    if not found:
-        return torch.full((), kind.empty, dtype=torch.float64, device=own.device)
-    return found[0] if len(found) == 1 else kind.over(torch.stack(found))
+    starts = range(0, own.numel(), _PIECE_NUMEL)
+    pieces = (in_memory(own.narrow(0, start, min(_PIECE_NUMEL, own.numel() - start))) for start in starts)
+    found = [kind.piece(piece).to(torch.float64) for piece in pieces]
+    return (
+        kind.over(torch.stack(found)) if found else torch.full((), kind.empty, dtype=torch.float64, device=own.device)
+    )

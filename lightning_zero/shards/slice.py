@@ -212,16 +212,12 @@ class Placeholders:
         """A placeholder of ``parameter``'s shape and dtype on ``device``."""
         key = (parameter.dtype, device)
         if key not in self._sentinels:
+            dtype, real = parameter.dtype, not (parameter.dtype.is_floating_point or parameter.dtype.is_complex)
+            absent = False if dtype is torch.bool else torch.iinfo(dtype).min if real else float("nan")
             with untracked():
-                value: float | int = 0
-                if parameter.dtype.is_floating_point or parameter.dtype.is_complex:
-                    value = float("nan")
-                elif parameter.dtype is not torch.bool:
-                    value = torch.iinfo(parameter.dtype).min
-                sentinel = torch.full((), value, dtype=parameter.dtype, device=device)
+                self._sentinels[key] = torch.full((), absent, dtype=dtype, device=device)
             if device.type != "meta":
-                forbid_writes(sentinel)
-            self._sentinels[key] = sentinel
+                forbid_writes(self._sentinels[key])
         with untracked():
             return self._sentinels[key].expand(parameter.shape)
 
@@ -232,10 +228,7 @@ def shard_parameter(data: Tensor, trainable: bool = True) -> nn.Parameter:
     with torch.inference_mode(False):
         data = data.detach()
         if isinstance(data, OffloadedTensor):
-            absent = float("nan") if data.dtype.is_floating_point or data.dtype.is_complex else 0
-            sentinel = torch.full((), absent, dtype=data.dtype)
-            forbid_writes(sentinel)
-            data = sentinel.expand(data.numel())
+            data = Placeholders().like(data, data.device)
         return nn.Parameter(data, requires_grad=trainable)
 
 

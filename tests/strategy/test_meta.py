@@ -520,12 +520,6 @@ def test_what_is_written_to_another_unit_is_refused_by_name() -> None:
     assert refused(build, 1) == ["", ""]
 
 
-def test_a_lazy_layer_is_refused_by_name() -> None:
-    module = nn.Sequential(nn.LazyLinear(3, device="meta"))
-    with pytest.raises(MaterialiseError, match=r"'0.weight' is lazy"):
-        MetaValues(module, [("", ["0.weight"])]).take("0.weight")
-
-
 def test_a_hook_on_a_meta_parameter_is_not_lost_silently() -> None:
     def fit(rank: int) -> str:
         module = Module(on_meta)

@@ -160,7 +160,6 @@ class Surgeon(pl.Callback):
 def operated(strategy: Strategy, before: Change | None, change: Change, in_root: bool = False, **options: Any) -> Any:
     module = Parts(before, in_root)
     with quiet():
-        warnings.filterwarnings("ignore", ".*was changed by `set_.*")
         warnings.filterwarnings("ignore", ".*used in a forward or backward while no module.*")  # a tie
         trainer = make_trainer(strategy, callbacks=[Surgeon(change)], **{"max_epochs": 3, **options})
         trainer.fit(module, batches(1))
@@ -234,20 +233,6 @@ def test_what_nobody_would_train_is_an_error() -> None:
         for (row, stage), errors in found.items():
             assert errors, f"{row}, stage {stage}: no error"
             assert REFUSED[row][1] in errors[0], (row, stage, errors)
-
-
-def test_a_parametrization_says_where_ddp_differs() -> None:
-    def world(rank: int) -> list[str]:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trainer = make_trainer(zero(1), callbacks=[Surgeon(_tanh)], max_epochs=3)
-            trainer.fit(Parts(None, False), batches(1))
-        return [str(w.message) for w in caught if "set_()" in str(w.message)]
-
-    first, second = run_world(2, world)
-    assert len(first) == 1
-    assert "'model.0.up.weight' was changed by `set_()`" in first[0]
-    assert second == []
 
 
 def test_a_changed_module_resumes_under_its_new_names(tmp_path: Path) -> None:
