@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from worlds import Turns, World, WorldFailed
 
 from lightning_zero import Compression, ZeroStrategy
-from lightning_zero.comm.hosts import RANKS_PER_HOST
+from lightning_zero.comm.groups import RANKS_PER_HOST
 
 _NEWNET = 0x40000000
 _BRIDGE, _NAME, _LINK = (f"{kind}{os.getpid():x}" for kind in ("lzb", "lz", "lzv"))  # before ranks are forked

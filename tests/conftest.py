@@ -47,7 +47,7 @@ import torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook  # noqa: E
 from lightning.fabric.utilities import registry  # noqa: E402
 
 import lightning_zero  # noqa: E402
-from lightning_zero.comm.hosts import RANKS_PER_HOST  # noqa: E402
+from lightning_zero.comm.groups import RANKS_PER_HOST  # noqa: E402
 from tests.helpers import forking, rungs  # noqa: E402
 
 torch.set_num_threads(1)

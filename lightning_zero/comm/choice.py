@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
-from collections.abc import Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from lightning_zero.comm.collectives import Collectives, LocalCollectives
-from lightning_zero.comm.groups import Groups
-from lightning_zero.comm.hosts import places_by_host
+from lightning_zero.comm.groups import Groups, places_by_host
 from lightning_zero.comm.native import GlooCollectives, NativeCollectives
 from lightning_zero.comm.streams import Streams
 from lightning_zero.config import Compression
@@ -27,7 +23,6 @@ SWITCH = "LIGHTNING_ZERO_SHARED_MEMORY"
 an error if this copy of the package has no such extension."""
 
 _log = logging.getLogger(__name__)
-_LOGGED: WeakKeyDictionary[Groups, str] = WeakKeyDictionary()  # so that each way is logged once
 
 
 class Exchange(NamedTuple):
@@ -51,7 +46,7 @@ def choose_collectives(
     """
     asked = exchange._asdict()
     lines = [f"{name}={value}" for name, value in asked.items()]
-    lines += [f"extension {name}: {installed(name)}" for name in ("compression", "hops")]
+    lines += [f"extension {name}: {installed(name)}" for name in ("compression", "hops", "shared_memory")]
     groups.control.alike("exchange between hosts", lines)
     for name, value in asked.items():
         if value and device.type != "cpu" and not streams.beside:
@@ -75,19 +70,19 @@ def _chosen(groups: Groups, streams: Streams, device: torch.device, exchange: Ex
     if places is not None and (any(asked) or installed("hops")):
         backend = "gloo" if on_cpu else dist.get_backend(groups.gather)
         hops = extension("hops").split(groups, places, backend)
-    shared = _shared_memory(groups, hops) if on_cpu else None
-    if shared is not None and hops is None:
-        wire: Collectives = shared.wire(groups)
-        return wire
-    outer: Collectives = _between_hosts(direct(groups if hops is None else hops.between, streams), asked)
+    shared = None
+    if on_cpu and (installed("shared_memory") or groups.control.agree_any(os.environ.get(SWITCH) == "1")):
+        off = f"{SWITCH}=0" if os.environ.get(SWITCH) == "0" else ""
+        shared = extension("shared_memory").connected(groups, hops is not None, off)
     if hops is None:
         if asked.secondary_shards and groups.control.rank == 0:
             _log.warning("secondary_shards does nothing: that takes hosts with equally many ranks, two or more.")
-        return outer
+        wire: Collectives = _between_hosts(direct(groups, streams), asked) if shared is None else shared.wire(groups)
+        return wire
     within = direct(hops.within, streams) if shared is None else shared.wire(hops.within)
-    wire = extension("hops").HierarchicalCollectives(
-        hops, direct(groups, streams), within, outer, asked.secondary_shards
-    )
+    between = _between_hosts(direct(hops.between, streams), asked)
+    keeps = asked.secondary_shards
+    wire = extension("hops").HierarchicalCollectives(hops, direct(groups, streams), within, between, keeps)
     return wire
 
 
@@ -95,43 +90,3 @@ def _between_hosts(wire: NativeCollectives, asked: Exchange, averages: bool = Fa
     """A wire as it is, or what makes fewer bytes of it."""
     compression = asked.compression
     return wire if compression is None else extension("compression").compressed(wire, compression, averages)
-
-
-def _shared_memory(groups: Groups, hops: Any) -> Any:
-    """What connects the ranks of each host through shared memory; ``None``: nothing does, and the log says why."""
-    problem, shared = _refusal(groups, hops), None
-    if not problem:
-        members: Sequence[int] = range(groups.control.world_size)
-        if hops is not None:
-            members = next(ranks for ranks in groups.hosts if groups.control.rank in ranks)
-        shared = extension("shared_memory").connected(groups, members, threads=1 if hops is None else 2)
-        problem = shared.problem
-    several, reads = len(groups.hosts) > 1, not problem
-    if several or problem:
-        text = [f"they are on {len(groups.hosts)} hosts"] if several else []
-        if hops is not None:
-            text.append("and read one another's memory on each" if reads else "and go within each of them first")
-        told = ", ".join([*text, problem] if problem else text)
-        if groups.control.rank == 0 and told != _LOGGED.get(groups):
-            _log.info("Ranks exchange weights and gradients over gloo: %s.", told)
-            _LOGGED[groups] = told
-    return shared if reads else None
-
-
-def _refusal(groups: Groups, hops: Any) -> str:
-    """Why ranks do not read one another's memory, if so; the same on every rank. Collective: every rank."""
-    told = os.environ.get(SWITCH, "")
-    mine = told == "0", told == "1", sys.platform != "linux", not installed("shared_memory")
-    flags = groups.control.exchange([int(flag) for flag in mine])
-    if any(asked for _, asked, _, _ in flags):
-        extension("shared_memory")
-    if len(groups.hosts) > 1 and hops is None:
-        return "with one rank on each, or not equally many" if installed("hops") else "without the extension 'hops'"
-    for rank, (off, _, foreign, missing) in enumerate(flags):
-        if off:
-            return f"{SWITCH}=0 on rank {rank}"
-        if foreign:
-            return f"rank {rank} does not run on Linux"
-        if missing:
-            return f"rank {rank} has no extension 'shared_memory'"
-    return ""

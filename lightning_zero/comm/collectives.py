@@ -14,28 +14,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero._torch import place_in, untracked
-from lightning_zero.comm.control import raise_failure
+from lightning_zero.comm.control import NOTES, Note, raise_failure
 from lightning_zero.comm.streams import Event, Streams
-from lightning_zero.comm.waiting import NOTES, Note
 from lightning_zero.config import Placement
 
 # How long a backward waits for memory that a reduction still uses before it takes fresh memory. To wait for good could
 # deadlock: a rank that did not use that unit joins only at the end of its backward, which may need gathers from here.
 PATIENCE_SECONDS = 2.0
-_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.0001, 0.002
 
 Content = tuple[Hashable, int] | None
 """What is gathered to be computed with: its name, and a number for its state, of which each comes once."""
 
-__all__ = [
-    "PATIENCE_SECONDS",
-    "CollectiveCall",
-    "Collectives",
-    "Content",
-    "LocalCollectives",
-    "Pending",
-    "WireState",
-]
+__all__ = ["PATIENCE_SECONDS", "CollectiveCall", "Collectives", "Content", "LocalCollectives", "Pending", "WireState"]
 
 
 @dataclass(frozen=True)
@@ -81,26 +71,20 @@ class Pending:
         self._streams = streams
         self._keep = keep
         self._finishing = [] if finish is None else [finish]
-        self.done = False
-        """Whether ``wait`` has returned before."""
+        self.done = False  # whether ``wait`` has returned before
         self._waiting = threading.Lock()
 
     def ready_within(self, seconds: float) -> bool:
         """Whether ``wait`` would return after ``seconds`` at most; always on a device, where the host never waits."""
         if self.done or self._event is not None:
             return True
-        deadline = time.monotonic() + seconds
-        pause = _SHORTEST_PAUSE_SECONDS
+        deadline, pause = time.monotonic() + seconds, 0.0001
         while not all(work.is_completed() for work in self._works):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            pause = min(2 * pause, 0.002)
         return True
-
-    def is_completed(self) -> bool:
-        """Whether ``wait`` would return now: a collective may be part of another one."""
-        return self.ready_within(0.0)
 
     def receive(self) -> None:
         """``wait`` for the result only: this rank's own part may still be read by others until ``wait``."""
@@ -173,6 +157,14 @@ class Collectives(ABC):
 
     block = 1
     """Each rank's range of a buffer should be a multiple of so many elements."""
+    alters = ""
+    """Why gathered weights differ from their owners' where they are computed with, in words; empty: they do not."""
+    gathers_at_once = False
+    """Whether a gather is over when it has begun, so that prefetching gains nothing. Alike on all ranks."""
+    grouped = False
+    """Whether there are several shard groups, so that ``average_across`` has to follow the reductions of a step."""
+    receives = False
+    """Whether reductions need memory of the wire's own, as large as the largest bucket."""
 
     def __init__(
         self,
@@ -187,34 +179,13 @@ class Collectives(ABC):
         self.observers: list[Callable[[CollectiveCall], None]] = []
         self.abandoned = [] if abandoned is None else abandoned
         self.state = WireState()
-        self.asked: object = None
-        """The settings it was chosen by: a later run with the same ones may keep it."""
+        self.asked: object = None  # the settings it was chosen by: a later run with the same ones may keep it
 
     # ------------------------------------------------------------- what differs between wires, besides speed
 
     def placed(self, placement: Placement) -> Placement:
         """The placement of a plan, with the memory that this wire needs. Called before a module is laid out."""
         return placement
-
-    @property
-    def alters(self) -> str:
-        """Why gathered weights differ from their owners' where they are computed with, in words; empty: they do not."""
-        return ""
-
-    @property
-    def gathers_at_once(self) -> bool:
-        """Whether a gather is over when it has begun, so that prefetching gains nothing. Alike on all ranks."""
-        return False
-
-    @property
-    def grouped(self) -> bool:
-        """Whether there are several shard groups, so that ``average_across`` has to follow the reductions of a step."""
-        return False
-
-    @property
-    def receives(self) -> bool:
-        """Whether reductions need memory of the wire's own, as large as the largest bucket."""
-        return False
 
     @property
     def buffers(self) -> Sequence[Tensor]:
@@ -251,15 +222,8 @@ class Collectives(ABC):
                 has come to a gather of this version, or a later one, itself.
             content: what it is, alike on all ranks; ``None``: it may be kept. Else it is computed with only: a wire may
                 round it, and keep a part of it until there is another state of the same.
-
-        Raises:
-            ValueError: if the sizes do not match (on every rank alike).
         """
-        numel = self._checked_numel(buffer, what)
-        if source is not None and source.numel() != numel:
-            raise ValueError(f"{what}: this rank's shard must hold {numel} elements, got {source.numel()}.")
-        if self.observers:
-            self._observe("all_gather", what, buffer)
+        self._observe("all_gather", what, buffer)
         return self._all_gather(buffer, what, after, source, version, content)
 
     def reduce_scatter(
@@ -275,19 +239,9 @@ class Collectives(ABC):
             patience: how many seconds to wait, at most, for memory that an earlier reduction still uses.
             key: whose gradients these are, alike on all ranks, where a wire may add what it lost of these before.
 
-        Raises:
-            ValueError: if the sizes do not match (on every rank alike).
-
         Source: ZeRO, section 5.2 (arXiv:1910.02054).
         """
-        numel = self._checked_numel(bucket, what)
-        if shard.numel() != numel or shard.dtype != bucket.dtype:
-            raise ValueError(
-                f"reduce_scatter of {what}: the shard must hold {numel} elements of {bucket.dtype}, got "
-                f"{shard.numel()} of {shard.dtype}."
-            )
-        if self.observers:
-            self._observe("reduce_scatter", what, bucket)
+        self._observe("reduce_scatter", what, bucket)
         return self._reduce_scatter(bucket, shard, what, patience, key)
 
     def all_to_all(
@@ -355,16 +309,6 @@ class Collectives(ABC):
         size = buffer.numel() // self.world_size
         return buffer.narrow(0, self.rank * size, size)
 
-    def _checked_numel(self, buffer: Tensor, what: str) -> int:
-        """Elements of one rank's range of a flat buffer."""
-        numel, rest = divmod(buffer.numel(), self.world_size)
-        if buffer.dim() != 1 or rest:
-            raise ValueError(
-                f"{what}: a flat buffer must be 1-D and hold a multiple of {self.world_size} elements, got shape "
-                f"{tuple(buffer.shape)}."
-            )
-        return numel
-
     def _observe(self, kind: str, what: str, buffer: Tensor) -> None:
         if self.observers and self.world_size > 1:
             call = CollectiveCall(kind, what, buffer.numel(), buffer.numel() * buffer.element_size())
@@ -400,10 +344,7 @@ class LocalCollectives(Collectives):
         self._streams = streams if streams is not None and streams.beside else None
         self._nothing = Pending("nothing", 0)  # the same for every call on the host: there is nothing to wait for
         self._nothing.wait()
-
-    @property
-    def gathers_at_once(self) -> bool:
-        return self._streams is None
+        self.gathers_at_once = self._streams is None
 
     def own_range(self, buffer: Tensor) -> Tensor:
         return buffer

@@ -1,4 +1,8 @@
-"""Agreements between the hosts of all ranks, and errors that say what was being done."""
+"""Agreements between the hosts of all ranks, errors that say what was being done, and notes of what is waited for.
+
+Where a thread waits for other ranks it notes for what (``NOTES``). The extension ``watch`` reads the notes, for the
+errors of those that wait for this rank. Without it they cost a microsecond, and waits end at the timeout.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import os
 import pickle
 import socket
 import struct
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,20 +21,21 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from lightning_zero.comm.waiting import ANY_AGREEMENT, NOTES, Note, current_watch, doing
 from lightning_zero.errors import CheckpointError, CommunicationError, DivergenceError
-from lightning_zero.registry import installed
+from lightning_zero.registry import extension, installed
 
 __all__ = [
     "ABOUT_GRADIENTS",
+    "ANY_AGREEMENT",
+    "LOOK_SECONDS",
+    "NOTES",
     "ControlGroup",
+    "Note",
     "Totals",
-    "failure_text",
-    "naming_failures",
-    "parent_rank",
-    "raise_failure",
-    "raising",
+    "current_watch",
 ]
+__all__ += ["doing", "failure_text", "naming_failures", "notes_of", "parent_rank", "passed_on", "raise_failure"]
+__all__ += ["raising", "verdict", "watch_ranks"]
 
 ABOUT_GRADIENTS = "the agreement on a norm or an overflow of gradients"
 T = TypeVar("T")
@@ -50,6 +56,71 @@ _ELSEWHERE = (
 
 _NO_WATCH = "What the other ranks did is not known, because this copy of lightning_zero has no extension 'watch'.\n"
 
+ANY_AGREEMENT = "the agreement with the other ranks"
+"""What is waited for, where nobody knows more."""
+LOOK_SECONDS = 1.0
+"""How long a wait lasts before it asks for the ``verdict`` again."""
+
+passed_on: dict[str, int] = {}
+"""How many transfers of a kind this rank has left to threads that need all other ranks', by the kind's name."""
+
+_by_thread: dict[int, list[Note]] = {}
+
+
+class Note(NamedTuple):
+    """What a thread does with the other ranks: see ``NOTES``."""
+
+    what: str  # for people
+    # What carries it; a name where that is no process group. ``None``: this note is text only.
+    group: dist.ProcessGroup | str | None = None
+    place: int = -1  # which transfer of the group it is; -1 for the one that began last
+    members: Sequence[int] = ()  # the ranks that have to come, if they are not those of the group
+    moment: Callable[[], int] = int  # a number that changes while something is heard of others
+
+
+class _Notes(threading.local):
+    """The notes of each thread, the newest last."""
+
+    def __init__(self) -> None:
+        self.here = _by_thread[threading.get_ident()] = list[Note]()
+
+
+NOTES = _Notes()
+"""``NOTES.here`` are those of this thread: who waits appends one, and takes it away afterwards."""
+
+
+@contextmanager
+def doing(what: str, *more: Any) -> Iterator[None]:
+    """Have ``Note(what, *more)`` among this thread's. Hot code appends and pops by itself: that is two calls less."""
+    notes = NOTES.here
+    notes.append(Note(what, *more))
+    try:
+        yield
+    finally:
+        notes.pop()
+
+
+def notes_of(thread: int) -> list[Note]:
+    """The notes of a thread, the newest last."""
+    return list(_by_thread.get(thread, ()))
+
+
+def watch_ranks() -> Any:
+    """Watch the ranks of the default group from this thread's process on, if the extension is there. Not collective."""
+    return extension("watch").watch_ranks() if installed("watch") else None
+
+
+def current_watch() -> Any:
+    """What watches the ranks of this process; ``None`` if nothing does."""
+    return extension("watch").current_watch() if installed("watch") else None
+
+
+def verdict() -> str:
+    """Why nobody can go on; empty while somebody may."""
+    watch = current_watch()
+    return "" if watch is None else watch.verdict
+
+
 _inherited: tuple[Any, int] | None = None  # in a process that a rank has forked: the default group, and the rank
 
 
@@ -60,6 +131,7 @@ def parent_rank() -> int | None:
 
 def _after_fork() -> None:
     global _inherited
+    NOTES.here.clear()  # of the thread that forked; others do not come along
     _inherited = (dist.group.WORLD, dist.get_rank()) if dist.is_initialized() else None
 
 
@@ -105,20 +177,13 @@ def raise_failure(what: str, rank: int, error: RuntimeError) -> NoReturn:
 
 
 class Totals(Protocol):
-    """Who puts numbers of all ranks together, on the device that they are on."""
+    """Puts numbers of all ranks together, on the device that they are on: a ``ControlGroup`` or a wire."""
 
     device: torch.device
 
     def total(self, numbers: torch.Tensor, largest: bool = False) -> torch.Tensor:
-        """Sum float64 numbers over the ranks, or take the largest of those that are not negative, NaN if one is.
-
-        Args:
-            numbers: 1-D, on ``device``. May be overwritten.
-            largest: instead of the sum.
-
-        Returns:
-            The same bits on every rank. Collective: every rank.
-        """
+        """Sum float64 numbers (1-D, may be overwritten) over the ranks, or take the ``largest`` of those that are not
+        negative, NaN if one is. The same bits on every rank. Collective: every rank."""
 
 
 class ControlGroup:
@@ -166,9 +231,8 @@ class ControlGroup:
         failure, told = None, cast(Any, None)
         try:
             told = action()
-        except BaseException as error_here:
-            failure = error_here
-            told = _Failed(f"{type(failure).__name__} on host {socket.gethostname()}: {failure}")
+        except BaseException as caught:
+            failure, told = caught, _Failed(f"{type(caught).__name__} on host {socket.gethostname()}: {caught}")
         results = self.gather_objects(told, what.partition("'")[0])  # a path may differ between ranks
         if failure is not None and not isinstance(failure, Exception):
             raise failure

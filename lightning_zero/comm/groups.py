@@ -1,4 +1,4 @@
-"""Process groups: who agrees, who shares a flat buffer, and what an average is divided by.
+"""Process groups: who agrees, who shares a flat buffer, what an average is divided by, and which ranks share a host.
 
 Four groups of the same ranks, because collectives pair up by order within a group: gathers of parameters, reductions
 of gradients, the control plane and checkpoints (written by a thread of their own, or asked for at any moment by a
@@ -7,35 +7,29 @@ signal) each keep an order that never depends on how the others interleave.
 [Note: one order on a device]
 On a device, two groups are two communicators of nccl, whose kernels occupy the same processors until the other ranks
 take part. NCCL promises that this never deadlocks only if every rank issues the collectives of all its communicators in
-one and the same order (NCCL's user guide, "Using multiple NCCL communicators concurrently"). So gathers and reductions
-share a communicator and a stream wherever that order is provably the same:
+one order (NCCL's user guide, "Using multiple NCCL communicators concurrently"). So gathers and reductions share a
+communicator and a stream wherever that order is provably the same:
 
 * *Parameters are replicated between uses.* Then it is. A backward begins and ends with an agreement of all ranks, and
-  sends reductions only: those of the agreed order that any rank touched, and then those that are late, on every rank
-  alike. A step begins with an agreement, and sends all-to-alls and gathers only, in the order of the units. (One thing
-  can mix them: ``full_parameters`` in a hook of a backward. It needs ranks whose gradients arrive alike.)
-* *Parameters are sharded.* Then it is not. Gathers have one order, and reductions have one, but how a backward mixes
-  them is each rank's own: a gather comes with the use of a unit, a reduction with the last gradient of a bucket, or, on
-  a rank that got none, at the end. So it differs between ranks of which one skips a unit in its forward or leaves it
-  out of its loss (also within a step whose forwards were the same, so that ``UnitSchedule.uniform`` does not tell), or
-  has gradients for other parameters of a unit that has units inside. Device and CPU tensors in one graph also do it:
-  two threads run such a backward. In one communicator a gather would meet a reduction, and hang, or take gradients
-  for weights. In two, each finds its own, so these stay apart, unless somebody whose ranks all run the same graph says
-  so (``COMMUNICATORS``).
+  sends reductions only; a step begins with one, and sends all-to-alls and gathers only, in the order of the units. (One
+  thing can mix them: ``full_parameters`` in a hook of a backward. It needs ranks whose gradients arrive alike.)
+* *Parameters are sharded.* Then it is not. How a backward mixes gathers and reductions is each rank's own: a gather
+  comes with the use of a unit, a reduction with the last gradient of a bucket, or, on a rank that got none, at the end.
+  In one communicator a gather would meet a reduction, and hang, or take gradients for weights. In two, each finds its
+  own, so these stay apart, unless somebody whose ranks all run the same graph says so (``COMMUNICATORS``).
 
-Where transfers take two hops (``extensions/hops``), both are on the stream of their kind, one after the other and in
-one order of hops for each kind; and each hop has one communicator, or two, as the kinds have. So nothing changes: at
-any time a stream runs one collective, and between the kinds of one hop what is said above holds.
+Where transfers take two hops (``extensions/hops``), each hop has one communicator, or two, as the kinds have.
 
 ``NCCL_LAUNCH_ORDER_IMPLICIT=1`` has nccl begin kernels in the order in which the host has issued them, whichever
 communicator they are of: those of the default group (``sync_dist``, SyncBatchNorm) stand beside ours in any case. With
-CUDA 12.3 or newer, driver included, a kernel begins when the one before has begun, so that ranks with different orders
-go on as long as both fit on the device; with older ones it begins when the one before has ended, and they would hang.
+CUDA 12.3 or newer, driver included, ranks with different orders go on as long as both kernels fit on the device; with
+older ones they would hang.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import os
 import socket
@@ -43,10 +37,11 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -54,21 +49,12 @@ import torch.distributed as dist
 
 from lightning_zero._torch import default_store, new_group
 from lightning_zero.comm.collectives import Pending
-from lightning_zero.comm.control import ControlGroup
-from lightning_zero.comm.hosts import connections, find_hosts
-from lightning_zero.comm.waiting import LOOK_SECONDS, current_watch, watch_ranks
+from lightning_zero.comm.control import LOOK_SECONDS, ControlGroup, current_watch, watch_ranks
 from lightning_zero.config import ShardWithin
 
-__all__ = [
-    "COMMUNICATORS",
-    "Groups",
-    "Resource",
-    "ShardGroup",
-    "destroy_default_group_at_exit",
-    "order_launches",
-    "orders_differ",
-    "shard_span",
-]
+__all__ = ["COMMUNICATORS", "RANKS_PER_HOST", "Connections", "Groups", "Resource", "ShardGroup", "connections"]
+__all__ += ["destroy_default_group_at_exit", "find_hosts", "order_launches", "orders_differ", "places_by_host"]
+__all__ += ["shard_span", "shut", "sockets", "this_host"]
 
 COMMUNICATORS = "LIGHTNING_ZERO_COMMUNICATORS"
 """Environment variable: ``1`` or ``2`` on a device, for all stages; two if any rank asks for two."""
@@ -120,6 +106,85 @@ def destroy_default_group_at_exit() -> None:
             dist.destroy_process_group()
 
     atexit.register(destroy)
+
+
+RANKS_PER_HOST = "LIGHTNING_ZERO_RANKS_PER_HOST"
+"""Environment variable: take so many ranks of a host, one after the other, for those of a host of their own."""
+
+
+@functools.cache
+def this_host() -> str:
+    """What processes that can see one another have in common; empty where the system does not tell."""
+    with suppress(OSError):
+        spaces = (os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "user"))
+        return " ".join((Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces))
+    return ""
+
+
+def find_hosts(gather: Callable[[object], list[Any]]) -> list[list[int]]:
+    """The ranks of each host, which can see one another's processes. ``gather`` gives what all ranks tell, by rank.
+    Collective: every rank.
+
+    Raises ``ValueError`` on every rank if the environment of one asks for a strange number.
+    """
+    told = gather((socket.gethostname(), this_host(), os.environ.get(RANKS_PER_HOST, "")))
+    found: dict[tuple[str, str, int], list[int]] = {}
+    met: Counter[tuple[str, str]] = Counter()
+    for rank, (name, system, asked) in enumerate(told):
+        if asked and not (asked.isdecimal() and int(asked)):
+            raise ValueError(f"{RANKS_PER_HOST} must be a number of ranks, got {asked!r} on rank {rank}.")
+        part = met[name, system] // int(asked) if asked else 0
+        met[name, system] += 1
+        found.setdefault((name, system, part), []).append(rank)
+    return list(found.values())
+
+
+def places_by_host(hosts: Sequence[Sequence[int]]) -> list[list[int]] | None:
+    """The ranks in one place of every host, by place; ``None`` if there is nothing to win by two hops, or they cannot
+    be: of one host, one rank on each, not as many on each, or in another order in one place than in another."""
+    if len(hosts) == 1 or len({len(ranks) for ranks in hosts}) > 1 or len(hosts[0]) == 1:
+        return None
+    places = [list(ranks) for ranks in zip(*hosts, strict=True)]
+    return places if all(ranks == sorted(ranks) for ranks in places) else None
+
+
+class Connections(dict[str, list[tuple[int, str]]]):
+    """Sockets by the name of their process group: the number of the file, and what the system calls it."""
+
+    @contextmanager
+    def opened(self) -> Iterator[list[tuple[int, str]]]:
+        """Those that were opened inside, afterwards."""
+        before, found = sockets(), list[tuple[int, str]]()
+        yield found
+        found += [(file, what) for file, what in sockets().items() if before.get(file) != what]
+
+    def shut(self, name: str) -> None:
+        """End whatever waits for them."""
+        now = sockets()
+        for file, what in self.get(name, ()):
+            if now.get(file) == what:
+                shut(file)
+
+
+connections = Connections()
+
+
+def shut(file: int) -> None:
+    """End whatever waits for a connection."""
+    with suppress(OSError), socket.socket(fileno=os.dup(file)) as connection:
+        connection.getpeername()  # a listening one must not be shut: gloo ends the process
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def sockets() -> dict[int, str]:
+    """This process's sockets, by the numbers of their files; none where the system does not tell."""
+    found = {}
+    with suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                if (what := os.readlink(f"/proc/self/fd/{name}")).startswith("socket:"):
+                    found[int(name)] = what
+    return found
 
 
 @dataclass(frozen=True)

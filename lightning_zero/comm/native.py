@@ -55,13 +55,10 @@ class NativeCollectives(Collectives):
         self.across = across
         """Between the ranks of one place in several shard groups, if there are any."""
         self.state = self.state if across is None else across.state
+        self.grouped = across is not None
 
     def placed(self, placement: Placement) -> Placement:
         return placement if self.across is None else self.across.placed(placement)
-
-    @property
-    def grouped(self) -> bool:
-        return self.across is not None
 
     @property
     def buffers(self) -> Sequence[Tensor]:
@@ -153,33 +150,10 @@ class NativeCollectives(Collectives):
     def _all_to_all(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], what: str
     ) -> Pending:
-        return self.spread(output, input, output_splits, input_splits, what, ())
-
-    def spread(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_splits: list[int],
-        input_splits: list[int],
-        what: str,
-        order: Sequence[int],
-    ) -> Pending:
-        """An all-to-all whose pieces are in an ``order`` of the ranks, if one is given; no splits: equal ones."""
+        """No splits: equal ones."""
         with untracked(), self.streams.reducing():
-            if not order:
-                dist.all_to_all_single(output, input, output_splits, input_splits, group=self.groups.reduce)
-                return self._behind(what, (output, input))
-            places = sorted(range(self.world_size), key=order.__getitem__)  # of the ranks, in their order
-            received, given = output.split(output_splits), input.split(input_splits)
-            sent, taken = torch.cat([given[at] for at in places]), torch.empty_like(output)
-            output_splits, input_splits = ([sizes[at] for at in places] for sizes in (output_splits, input_splits))
-
-            def put() -> None:
-                for at, part in zip(places, taken.split(output_splits), strict=True):
-                    received[at].copy_(part)
-
-            carried = self.spread(taken, sent, output_splits, input_splits, what, ())
-            return self.followed(carried, put, (output, input))
+            dist.all_to_all_single(output, input, output_splits, input_splits, group=self.groups.reduce)
+            return self._behind(what, (output, input))
 
     def broadcast(self, tensor: Tensor, source: int, what: str = "") -> Pending:
         if self.across is not None and self.rank == source:
@@ -195,14 +169,12 @@ class NativeCollectives(Collectives):
 class GlooCollectives(NativeCollectives):
     """Collectives for CPU tensors over gloo: point-to-point gathers, and reductions summed in an order of ours."""
 
+    receives = True
+
     def __init__(self, groups: Groups, streams: Streams, across: NativeCollectives | None = None) -> None:
         super().__init__(groups, streams, across)
         self._sum = PairwiseSum()
         self._received = _Received()
-
-    @property
-    def receives(self) -> bool:
-        return True
 
     @property
     def buffers(self) -> Sequence[Tensor]:
@@ -217,19 +189,11 @@ class GlooCollectives(NativeCollectives):
     def _all_gather(
         self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, content: Content
     ) -> Pending:
-        size, mine = buffer.numel() // self.world_size, self.own_range(buffer)
+        ranges = buffer.view(self.world_size, -1).unbind(0)
         if source is not None:
-            mine.copy_(source)
-        works: list[Any] = []
-        group = self.groups.gather
-        # Every rank starts with its neighbour, so that no rank is asked for everything at once.
-        with naming_failures(what, self.groups.control.rank):
-            for step in range(1, self.world_size):
-                peer = (self.rank - step) % self.world_size
-                works.append(dist.irecv(buffer.narrow(0, peer * size, size), group=group, group_src=peer))
-            for step in range(1, self.world_size):
-                works.append(dist.isend(mine, group=group, group_dst=(self.rank + step) % self.world_size))
-        return self.in_hops("gathers", what, [(group, partial(_wait_for, works))], (buffer,))
+            ranges[self.rank].copy_(source)
+        sent = [ranges[self.rank]] * self.world_size
+        return self._sent("gathers", self.groups.gather, what, ranges, sent, (buffer,))
 
     def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float, key: Hashable) -> Pending:
         received, lent = self._received.room_for(bucket, patience)
@@ -251,29 +215,37 @@ class GlooCollectives(NativeCollectives):
         sent.then(add_up)
         return sent
 
-    def spread(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_splits: list[int],
-        input_splits: list[int],
-        what: str,
-        order: Sequence[int],
+    def _all_to_all(
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], what: str
     ) -> Pending:
-        group, works, ranks = self.groups.reduce, list[Any](), order or range(self.world_size)
         received = output.split(output_splits or output.numel() // self.world_size)
         sent = input.split(input_splits or input.numel() // self.world_size)
-        own = ranks.index(self.rank)
-        received[own].copy_(sent[own])
-        others = [(own + step) % self.world_size for step in range(1, self.world_size)]
+        received[self.rank].copy_(sent[self.rank])
+        return self._sent("reductions", self.groups.reduce, what, received, sent, (output, input))
+
+    def _sent(
+        self,
+        kind: str,
+        group: dist.ProcessGroup | None,
+        what: str,
+        received: Sequence[Tensor],
+        sent: Sequence[Tensor],
+        keep: Sequence[Tensor],
+    ) -> Pending:
+        """Send one tensor to each rank and receive one from each: see [Note: both ways at once].
+
+        Every rank starts with its neighbour, so that no rank is asked for everything at once.
+        """
+        tag, works = _REDUCTIONS * (kind == "reductions"), list[Any]()
+        others = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         with naming_failures(what, self.groups.control.rank):
             for at in reversed(others):
                 if received[at].numel():
-                    works.append(dist.irecv(received[at], group=group, group_src=ranks[at], tag=_REDUCTIONS))
+                    works.append(dist.irecv(received[at], group=group, group_src=at, tag=tag))
             for at in others:
                 if sent[at].numel():
-                    works.append(dist.isend(sent[at], group=group, group_dst=ranks[at], tag=_REDUCTIONS))
-        return self.in_hops("reductions", what, [(group, partial(_wait_for, works))], (output, input))
+                    works.append(dist.isend(sent[at], group=group, group_dst=at, tag=tag))
+        return self.in_hops(kind, what, [(group, partial(_wait_for, works))], keep)
 
     def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
         group = self.groups.gather
@@ -297,11 +269,11 @@ class _Received:
     def room_for(self, bucket: Tensor, patience: float) -> tuple[Tensor, bool]:
         """The buffer, once the reduction before has left it, and True; fresh memory if that takes too long."""
         if self.until is not None:
-            if not self.until.ready_within(0.0 if self._late else patience):
-                self._late = True  # nobody waits a second time for one that is this late
+            # Nobody waits a second time for one that is late.
+            self._late = not self.until.ready_within(0.0 if self._late else patience)
+            if self._late:
                 return torch.empty_like(bucket), False
             self.until.wait()
-            self._late = False
         received = self.memory.get(bucket.dtype)
         if received is None or received.numel() < bucket.numel():
             with torch.inference_mode(False):

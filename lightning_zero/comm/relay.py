@@ -19,9 +19,8 @@ from queue import SimpleQueue
 import torch.distributed as dist
 
 from lightning_zero._torch import untracked
-from lightning_zero.comm.groups import Resource
-from lightning_zero.comm.hosts import connections
-from lightning_zero.comm.waiting import LOOK_SECONDS, NOTES, Note, passed_on, verdict
+from lightning_zero.comm.control import LOOK_SECONDS, NOTES, Note, passed_on, verdict
+from lightning_zero.comm.groups import Resource, connections
 
 __all__ = ["Passage", "Relay"]
 

@@ -83,21 +83,13 @@ class HierarchicalCollectives(Collectives):
         self.groups = direct.groups
         self._hops = hops
         self._direct, self._within, self._between = direct, within, between
-        self.state = between.state
-        self._keeps = keeps
-        self._kept: dict[Hashable, tuple[int, Tensor]] = {}  # by name of the content, with its state
+        self.state, self.alters, self.receives = between.state, between.alters, within.receives
+        # By name of the content, with its state; ``None``: nothing is kept.
+        self._kept: dict[Hashable, tuple[int, Tensor]] | None = {} if keeps else None
 
     def placed(self, placement: Placement) -> Placement:
         placement = self._between.placed(placement)
-        return replace(placement, keeping=self._within.world_size) if self._keeps else placement
-
-    @property
-    def alters(self) -> str:
-        return self._between.alters
-
-    @property
-    def receives(self) -> bool:
-        return self._within.receives
+        return placement if self._kept is None else replace(placement, keeping=self._within.world_size)
 
     @property
     def buffers(self) -> Sequence[Tensor]:
@@ -105,7 +97,7 @@ class HierarchicalCollectives(Collectives):
 
     @property
     def kept(self) -> Sequence[Tensor]:
-        return [part for _, part in self._kept.values()]
+        return [part for _, part in (self._kept or {}).values()]
 
     def total(self, numbers: Tensor, largest: bool = False) -> Tensor:
         return self._direct.total(numbers, largest)
@@ -129,7 +121,7 @@ class HierarchicalCollectives(Collectives):
         with untracked(), self._direct.streams.gathering(after):
             if source is not None:
                 self.own_range(buffer).copy_(source)
-            keep, known = self._place_for(part, *content) if self._keeps and content is not None else (part, False)
+            keep, known = (part, False) if content is None else self._place_for(part, *content)
 
             def between() -> None:
                 if known:
@@ -145,7 +137,9 @@ class HierarchicalCollectives(Collectives):
             return self._carried("gathers", what, between, within, (buffer,))
 
     def _place_for(self, part: Tensor, name: Hashable, state: int) -> tuple[Tensor, bool]:
-        """Where a part of some content is kept, and whether it is there in this state."""
+        """Where a part of some content is kept, and whether it is there in this state; the part itself if none is."""
+        if self._kept is None:
+            return part, False
         before, keep = self._kept.get(name, (None, None))
         if keep is None:
             with torch.inference_mode(False):
@@ -180,7 +174,19 @@ class HierarchicalCollectives(Collectives):
     def _all_to_all(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], what: str
     ) -> Pending:
-        return self._direct.spread(output, input, output_splits, input_splits, what, self._hops.order)
+        """Pieces are in the order of the shards; they travel in that of the ranks."""
+        places = sorted(range(self.world_size), key=self._hops.order.__getitem__)  # of the ranks, in their order
+        with untracked(), self._direct.streams.reducing():
+            received, given = output.split(output_splits), input.split(input_splits)
+            sent, taken = torch.cat([given[at] for at in places]), torch.empty_like(output)
+            output_splits, input_splits = ([sizes[at] for at in places] for sizes in (output_splits, input_splits))
+
+            def put() -> None:
+                for at, part in zip(places, taken.split(output_splits), strict=True):
+                    received[at].copy_(part)
+
+            carried = self._direct.all_to_all(taken, sent, output_splits, input_splits, what)
+            return self._direct.followed(carried, put, (output, input, sent, taken))
 
     def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
         return self._direct.broadcast(tensor, self._hops.order[source], what)

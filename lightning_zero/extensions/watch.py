@@ -1,30 +1,28 @@
 """What every rank is doing, told to those that wait: so that no rank waits for what can never come.
 
 [Note: when nobody can go on]
-One rank waits in a collective of one group, another in one of another group, and neither looks at the other: only the
-timeout would end that, after half an hour. So a thread of each process looks twice a second at what the rank's own
-thread is doing. While that computes, or waits for a moment, nothing else happens and nothing is sent. A rank that has
+One rank waits in a collective of one group, another in one of another group, and only the timeout would end that, after
+half an hour. So a thread of each process looks twice a second at what the rank's own thread is doing. A rank that has
 waited for a second says in the store of the default group in which collective of which group it is, and how many of
 each group it has entered.
 
 Once all ranks wait, or have failed, the first one judges. A rank can go on if all members of the group have entered
 the collective that it waits in, or wait in it; if nobody can, nobody ever will. The waits have to be the same ones in
-two looks, with two signs of life of every rank in between: so all ranks were in them at one moment. A rank that
-computes, loads, compiles or sleeps does not wait, however long it takes, and as long as there is one nobody judges.
-Runs are counted: who has failed in an earlier one may still come to this one.
+two looks, with two signs of life of every rank in between. As long as one computes, loads, compiles or sleeps nobody
+judges. Runs are counted: who has failed in an earlier one may still come to this one.
 
 Then each thread ends the wait of its rank: where that waits for memory of other ranks it looks whether there is a
 verdict; in a process group its connections are shut, as if the others had ended.
 
 [Note: how a wait is known]
-Our own code notes what it waits for (``comm/waiting.py``). A call of torch.distributed in user code or in Lightning
-notes nothing. The list of all threads' stacks shows, as in a debugger, that a thread is in such a function. Its group
-is the one, of those that are not ours, whose count of collectives has grown last. Where several have, nobody judges.
+Our own code notes what it waits for (``comm/control.py``). For a call of torch.distributed in user code or in Lightning
+the stacks of all threads show that a thread is in such a function. Its group is the one, of those that are not ours,
+whose count of collectives has grown last. Where several have, nobody judges.
 
 [Note: stacks as text]
-``faulthandler`` writes the stacks: it makes no objects, holds on to nobody's variables, and no other thread runs
-meanwhile. To make a frame object may begin a garbage collection, which may let other threads run (it frees a tensor);
-in Python 3.11 the frame may have ended then, and its next use is a segmentation fault.
+``faulthandler`` writes the stacks: it makes no objects, and no other thread runs meanwhile. To make a frame object may
+begin a garbage collection, which may let other threads run; in Python 3.11 the frame may have ended then, and its next
+use is a segmentation fault.
 """
 
 from __future__ import annotations
@@ -36,6 +34,7 @@ import itertools
 import json
 import os
 import re
+import socket
 import sysconfig
 import tempfile
 import threading
@@ -48,8 +47,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from lightning_zero._torch import abort_group, default_store, entered_collectives, group_called, groups_made
-from lightning_zero.comm.hosts import clients_of, connections, is_gone, process_of
-from lightning_zero.comm.waiting import ANY_AGREEMENT, notes_of, passed_on
+from lightning_zero.comm.control import ANY_AGREEMENT, notes_of, passed_on
+from lightning_zero.comm.groups import connections, sockets, this_host
 
 __all__ = ["Watch", "current_watch", "watch_ranks"]
 
@@ -334,10 +333,6 @@ def _can_go_on(rank: int, states: Sequence[Mapping[str, Any]]) -> bool:
     return True
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What a thread waits in: see [Note: how a wait is known].
-
-
 class _Stacks:
     """The waits of one thread."""
 
@@ -384,37 +379,33 @@ class _Stacks:
         if note is None:
             return None
         told = next((other.what for other in reversed(notes) if other.what not in ("", ANY_AGREEMENT)), "")
-        group, key = note.group, (id(note), note.moment())
-        if group is None or isinstance(group, str):
+        group, place, key = note.group, note.place, (id(note), note.moment(), note.place)
+        if isinstance(group, str):
             kind = f"through {group}" if group else "for other ranks"
-            members = tuple(note.members) or _everyone()
-            operation = "transfer" if group else ""
-            return Wait((*key, note.place), group or "", operation, note.place, members, _text(lines, kind, told))
+            members, operation = tuple(note.members) or _everyone(), "transfer" if group else ""
+            return Wait(key, group, operation, place, members, _text(lines, kind, told))
+        return self._in_group(
+            lines, group, "transfer" if place >= 0 else _operation(lines) or "exchange", place, key, told
+        )
+
+    def _in_group(
+        self, lines: list[_Line], group: Any, operation: str, place: int, key: tuple[int, ...], told: str
+    ) -> Wait | None:
         name, members = str(group.group_name), tuple(dist.get_process_group_ranks(group))
-        if note.place >= 0:
-            text = _text(lines, f"for the {note.what} through {_description(group)}", "")
-            return Wait((*key, note.place), name, "transfer", note.place, members, text)
-        operation = _operation(lines) or "exchange"
         if operation in _NO_WAITS:
             return None
-        text = _text(lines, f"in {operation} of {_description(group)}", told)
-        place = self._entered.get(name, 0)
-        return Wait((*key, place), name, operation, place, members, text)
+        where = "the default group" if group is dist.group.WORLD else f"the group '{group.group_desc}'"
+        text = f"in {operation} of {where}" if operation != "transfer" else f"through {where}"
+        place = place if place >= 0 else self._entered.get(name, 0)
+        return Wait((*key, place), name, operation, place, members, _text(lines, text, told))
 
     def _foreign(self, lines: list[_Line]) -> Wait | None:
         operation = _operation(lines)
-        if not operation or operation in _NO_WAITS:
-            return None
         if operation in _MAKE_GROUPS:
             place = groups_made()
-            text = _text(lines, "for a new process group", "")
-            return Wait((place,), _STORE, "new_group", place, _everyone(), text)
-        group = group_called(self._latest)
-        if group is None:
-            return None
-        place, members = self._entered.get(self._latest, 0), tuple(dist.get_process_group_ranks(group))
-        text = _text(lines, f"in {operation} of {_description(group)}", "")
-        return Wait((place,), self._latest, operation, place, members, text)
+            return Wait((place,), _STORE, "new_group", place, _everyone(), _text(lines, "for a new process group", ""))
+        group = group_called(self._latest) if operation else None
+        return None if group is None else self._in_group(lines, group, operation, -1, (), "")
 
 
 class _Line(NamedTuple):
@@ -440,25 +431,16 @@ def _communicates(lines: list[_Line]) -> bool:
     return any(file == _COLLECTIVES or file.startswith(f"{_OURS}checkpoint{os.sep}") for file, _, _ in lines)
 
 
-def _description(group: Any) -> str:
-    return "the default group" if group is dist.group.WORLD else f"the group '{group.group_desc}'"
-
-
 def _text(lines: list[_Line], waits: str, told: str) -> str:
     """What a rank does there, for people: what our own code calls it, and where user code called that."""
-    lightning, library, user = "", "", ""
+    library = user = ""
     for file, number, function in lines:
-        line = f"{Path(file).name}:{number}, {function}"
-        if file.startswith(_OURS):
-            continue
-        if _LIGHTNING.intersection(Path(file).parts):
-            lightning = lightning or line
-        elif f"{os.sep}site-packages{os.sep}" in file:
-            library = library or line
-        elif not file.startswith((_STANDARD, "<")):
+        if f"{os.sep}site-packages{os.sep}" in file and not file.startswith(_OURS):
+            library = library or f"{Path(file).name}:{number}, {function}"
+        elif not file.startswith((_OURS, _STANDARD, "<")):
             user = f"{file}:{number}, {function}"
             break
-    called = " <- ".join(filter(None, (lightning, user or library)))
+    called = user or library
     return " ".join(filter(None, (waits, f"({told})" if told else "", f"at {called}" if called else "")))
 
 
@@ -469,11 +451,38 @@ _WAITING = {
     *(str(Path(_OURS, "comm", name)) for name in ("control.py", "collectives.py", "relay.py")),
     str(Path(_OURS, "extensions", "shared_memory", "links.py")),
 }
-_LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+# What the system tells of processes and of the store's connections.
+
+
+def process_of(pid: int) -> list[Any]:
+    """Which process of which host that is, while it lives; empty when it does not, or the system does not tell."""
+    with contextlib.suppress(OSError):
+        state, *_, started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:20]
+        return [] if state in "ZX" or not this_host() else [this_host(), pid, started]
+    return []
+
+
+def is_gone(process: list[Any]) -> bool:
+    """Whether what ``process_of`` has told of a process of this host is true no more."""
+    return bool(process) and process[0] == this_host() and process_of(process[1]) != process
+
+
+def clients_of(store: Any) -> list[tuple[int, str]]:
+    """The connections of this process to the server of a store."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    port, found = getattr(store, "port", None), []
+    for file, what in sockets().items() if port else ():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file)) as connection:
+            if connection.family != socket.AF_UNIX and connection.getpeername()[1] == port:
+                found.append((file, what))
+    return found
 
 
 _EARLIER = "An earlier run has shut the connections: start the processes anew. It ended like this:"

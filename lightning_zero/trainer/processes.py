@@ -27,10 +27,15 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_zero._torch import prefix_store, tcp_store
-from lightning_zero.comm.control import naming_failures, raise_failure
-from lightning_zero.comm.groups import Groups, destroy_default_group_at_exit, order_launches, orders_differ, shard_span
-from lightning_zero.comm.hosts import connections
-from lightning_zero.comm.waiting import current_watch, watch_ranks
+from lightning_zero.comm.control import current_watch, naming_failures, raise_failure, watch_ranks
+from lightning_zero.comm.groups import (
+    Groups,
+    connections,
+    destroy_default_group_at_exit,
+    order_launches,
+    orders_differ,
+    shard_span,
+)
 from lightning_zero.config import SessionSettings
 from lightning_zero.debug import full_parameters
 from lightning_zero.errors import ZeroError, point_to_page

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero._torch import without_swaps
-from lightning_zero.comm.waiting import current_watch
+from lightning_zero.comm.control import current_watch
 from lightning_zero.config import (
     ActivationsLike,
     CheckpointLike,

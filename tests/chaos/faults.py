@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_zero.checkpoint.save import ChecksummedFile
-from lightning_zero.comm.hosts import shut, sockets
+from lightning_zero.comm.groups import shut, sockets
 from tests.chaos.run import LOADING, SETTING_UP, STEPPING, Struck
 from tests.extensions.nvme.stores import flip
 from tests.helpers.cases import WIDTH

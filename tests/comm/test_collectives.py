@@ -14,9 +14,9 @@ from torch import Tensor
 from lightning_zero._torch import storage_key, users_of
 from lightning_zero.comm import Collectives, GlooCollectives, Groups, LocalCollectives, Streams, choose_collectives
 from lightning_zero.comm.collectives import Pending
-from lightning_zero.comm.hosts import RANKS_PER_HOST
+from lightning_zero.comm.control import passed_on
+from lightning_zero.comm.groups import RANKS_PER_HOST
 from lightning_zero.comm.relay import Passage
-from lightning_zero.comm.waiting import passed_on
 from lightning_zero.errors import CommunicationError, DivergenceError
 from lightning_zero.extensions.hops import HierarchicalCollectives
 from lightning_zero.extensions.shared_memory.collectives import SharedMemoryCollectives
@@ -233,24 +233,6 @@ def test_without_patience_a_late_reduction_gets_memory_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("name", WIRES[:2])
-def test_mistakes_are_named_before_anything_is_sent(name: str) -> None:
-    def run(rank: int) -> None:
-        comm = wire(name)
-        with pytest.raises(ValueError, match=r"unit x: a flat buffer must be 1-D .* multiple of 2 .*\(3,\)"):
-            comm.all_gather(torch.zeros(3), "unit x")
-        with pytest.raises(ValueError, match="1-D"):
-            comm.all_gather(torch.zeros(2, 2), "unit x")
-        with pytest.raises(ValueError, match=r"must hold 2 elements of torch.float32, got 3"):
-            comm.reduce_scatter(torch.zeros(4), torch.zeros(3), "bucket")
-        with pytest.raises(ValueError, match=r"float64"):
-            comm.reduce_scatter(torch.zeros(4), torch.zeros(2, dtype=torch.float64), "bucket")
-        with pytest.raises(ValueError, match=r"unit x: this rank's shard must hold 2 elements, got 3"):
-            comm.all_gather(torch.zeros(4), "unit x", source=torch.zeros(3))
-
-    run_world(2, run)
-
-
-@pytest.mark.parametrize("name", WIRES[:2])
 def test_observers_see_kind_size_and_purpose(name: str) -> None:
     def run(rank: int) -> list[tuple[str, str, int, int]]:
         comm, seen = wire(name), []
@@ -332,7 +314,7 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_message_ends_the_wait_for_it(k
         time.sleep(0.3)  # in which as much is sent as there is room for
         os.kill(other, signal.SIGCONT)
         os.kill(os.getpid(), signal.SIGKILL)
-        return transfer.is_completed()
+        return transfer.ready_within(0.0)
 
     failures = run_world(2, run, expect_failure=True, timeout=40, grace=30)
     assert {rank: failure.type for rank, failure in failures.items()} == {1: "SIGKILL"}

@@ -33,8 +33,7 @@ from lightning_zero.comm import (
     orders_differ,
 )
 from lightning_zero.comm.collectives import CollectiveCall
-from lightning_zero.comm.groups import COMMUNICATORS, order_launches
-from lightning_zero.comm.hosts import RANKS_PER_HOST
+from lightning_zero.comm.groups import COMMUNICATORS, RANKS_PER_HOST, order_launches
 from lightning_zero.config import Placement, SessionSettings
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.offload import MemoryTiers

@@ -15,7 +15,7 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.comm.hosts import RANKS_PER_HOST
+from lightning_zero.comm.groups import RANKS_PER_HOST
 from tests.helpers.world import run_world
 from tests.strategy.runs import STAGES, assert_same
 

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from lightning_zero import Compression, ZeroStrategy
 from lightning_zero.comm import GlooCollectives, Groups, Pending, Streams, native
-from lightning_zero.comm.hosts import RANKS_PER_HOST
+from lightning_zero.comm.groups import RANKS_PER_HOST
 from lightning_zero.config import Placement, SessionSettings
 from lightning_zero.extensions.compression.codes import Format, compress, decompress, format_nbytes
 from lightning_zero.offload.host import HostMemory, host_memory

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from lightning_zero.comm.hosts import RANKS_PER_HOST
+from lightning_zero.comm.groups import RANKS_PER_HOST
 
 __all__ = ["Failure", "WorldError", "die_with_parent", "free_port", "rank_environment", "run_world", "subprocess_env"]
 

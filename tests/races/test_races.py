@@ -15,7 +15,7 @@ import torch
 
 import lightning_zero
 from lightning_zero import ActivationPolicy, Compression, HostOffload
-from lightning_zero.comm.hosts import RANKS_PER_HOST
+from lightning_zero.comm.groups import RANKS_PER_HOST
 from tests.helpers.world import run_world
 from tests.races.play import Played, Setting, play
 from tests.races.trace import Item, find_races, sites

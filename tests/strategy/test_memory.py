@@ -396,7 +396,7 @@ def test_an_exception_leaves_no_memory_behind(stage: int) -> None:
         with pytest.raises(ArithmeticError, match=where):
             fit(probe, stage=stage, micro_steps=4, callbacks=[rest])
         trainer = probe.trainer
-        trainer.strategy.engine.collectives.settle()  # a reduction that the error left under way has its memory until now
+        trainer.strategy.engine.collectives.settle()  # what the error left under way has its memory until now
         found, small = categories(trainer.strategy), small_things(trainer, probe)
         new = alive_beside({**merged(found), **merged(small)})
         units, plan = trainer.strategy.engine.units, trainer.strategy.engine.plan

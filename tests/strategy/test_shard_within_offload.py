@@ -23,7 +23,7 @@ from lightning_zero import (
     ZeroStrategy,
     full_parameters,
 )
-from lightning_zero.comm.hosts import RANKS_PER_HOST
+from lightning_zero.comm.groups import RANKS_PER_HOST
 from lightning_zero.config import Offload
 from lightning_zero.optim.gradients import LossScaler
 from tests.helpers.training import make_trainer, quiet

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.comm import PATIENCE_SECONDS
-from lightning_zero.comm.groups import _LIVE
-from lightning_zero.comm.hosts import shut, sockets
-from lightning_zero.comm.waiting import current_watch
+from lightning_zero.comm.control import current_watch
+from lightning_zero.comm.groups import _LIVE, shut, sockets
 from lightning_zero.errors import DivergenceError, with_notes
 from tests.helpers.cases import WIDTH
 from tests.helpers.world import run_world

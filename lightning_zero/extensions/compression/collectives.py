@@ -99,14 +99,11 @@ class CompressedCollectives(NativeCollectives):
         self._sum = PairwiseSum()
         self._rounded = rounded
         self.state: Residuals = Residuals(groups.control, self.device, bool(rounded.fed))
+        self.alters = "rounded weights (compression)" if rounded.gathers is not None else ""
 
     def placed(self, placement: Placement) -> Placement:
         divided = self.groups.control.world_size // self.world_size  # by ranks that have summed up before
         return replace(placement, feedback=divided) if self._rounded.fed else placement
-
-    @property
-    def alters(self) -> str:
-        return "rounded weights (compression)" if self._rounded.gathers is not None else ""
 
     @property
     def buffers(self) -> Sequence[Tensor]:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 from lightning_zero.comm.collectives import Collectives
 from lightning_zero.comm.groups import Groups, Resource
 from lightning_zero.extensions.shared_memory.collectives import HostCollectives, SharedMemoryCollectives
 from lightning_zero.extensions.shared_memory.links import connect
 from lightning_zero.extensions.shared_memory.transport import Transport
+from lightning_zero.registry import installed
 
 __all__ = ["SharedMemory", "connected"]
 
 _TIMEOUT = timedelta(minutes=30)  # what torch gives a process group that nobody gave one
+_LOGGED: WeakKeyDictionary[Groups, str] = WeakKeyDictionary()  # so that each way is logged once
+_log = logging.getLogger("lightning_zero.comm.choice")
 
 
 class SharedMemory(Resource):
@@ -55,7 +61,28 @@ class SharedMemory(Resource):
         self._control.shortcut = None
 
 
-def connected(groups: Groups, members: Sequence[int], threads: int) -> SharedMemory:
-    """The connections of some groups, made once. Called when a run chooses its wire. Collective: every rank."""
-    found: SharedMemory = groups.resource("shared_memory", lambda: SharedMemory(groups, members, threads))
-    return found
+def connected(groups: Groups, in_hops: bool, off: str) -> SharedMemory | None:
+    """What connects the ranks of each host, made once; ``None``: nothing does, and the log says why.
+
+    Called when a run chooses its wire, which takes two hops or one. ``off``: why this rank does without, if so.
+    Collective: every rank.
+    """
+    off = off or ("" if sys.platform == "linux" else f"{sys.platform} is not Linux")
+    refused = [(why, rank) for rank, why in enumerate(groups.control.gather_objects(off or None)) if why]
+    rank, several, found = groups.control.rank, len(groups.hosts) > 1, None
+    if several and not in_hops:
+        problem = "with one rank on each, or not equally many" if installed("hops") else "without the extension 'hops'"
+    elif refused:
+        problem = "{} on rank {}".format(*refused[0])
+    else:
+        members = next(ranks for ranks in groups.hosts if rank in ranks) if in_hops else range(groups.shard.world_size)
+        found = groups.resource("shared_memory", lambda: SharedMemory(groups, members, threads=1 + in_hops))
+        problem = found.problem
+    text = [f"they are on {len(groups.hosts)} hosts"] if several else []
+    if in_hops:
+        text.append("and go within each of them first" if problem else "and read one another's memory on each")
+    told = ", ".join([*text, problem] if problem else text)
+    if told and rank == 0 and told != _LOGGED.get(groups):
+        _log.info("Ranks exchange weights and gradients over gloo: %s.", told)
+        _LOGGED[groups] = told
+    return None if problem else found

@@ -33,6 +33,8 @@ __all__ = ["HostCollectives", "SharedMemoryCollectives"]
 class SharedMemoryCollectives(Collectives):
     """Collectives for CPU ranks that all run on this host."""
 
+    gathers_at_once = True
+
     def __init__(self, groups: Groups, transport: Transport) -> None:
         super().__init__(groups.shard.rank, groups.shard.world_size, abandoned=groups.abandoned)
         self.groups = groups
@@ -50,10 +52,6 @@ class SharedMemoryCollectives(Collectives):
 
     def total(self, numbers: Tensor, largest: bool = False) -> Tensor:
         return self.groups.control.total(numbers, largest)
-
-    @property
-    def gathers_at_once(self) -> bool:
-        return True
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         try:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from weakref import WeakSet
 
 from lightning_zero.comm.control import ControlGroup
-from lightning_zero.comm.hosts import this_host
+from lightning_zero.comm.groups import this_host
 from lightning_zero.extensions.shared_memory.heap import Heap, PeerHeap
 
 __all__ = ["LARGEST_PAYLOAD", "Connected", "Links", "Message", "connect"]

@@ -31,8 +31,7 @@ from torch import Tensor
 
 from lightning_zero._torch import untracked
 from lightning_zero.comm.collectives import Pending
-from lightning_zero.comm.control import naming_failures
-from lightning_zero.comm.waiting import LOOK_SECONDS, doing, verdict
+from lightning_zero.comm.control import LOOK_SECONDS, doing, naming_failures, verdict
 from lightning_zero.extensions.shared_memory.heap import Heap, PeerHeap
 from lightning_zero.extensions.shared_memory.links import LARGEST_PAYLOAD, Links, Message
 

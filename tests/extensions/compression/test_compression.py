@@ -23,7 +23,7 @@ from lightning_zero import (
     local_slices,
 )
 from lightning_zero.comm import Exchange, Groups, Streams, choose_collectives
-from lightning_zero.comm.hosts import RANKS_PER_HOST
+from lightning_zero.comm.groups import RANKS_PER_HOST
 from lightning_zero.config import Placement, SessionSettings
 from lightning_zero.errors import DivergenceError, ParameterAccessError
 from lightning_zero.extensions.compression.codes import compress, decompress, format_nbytes

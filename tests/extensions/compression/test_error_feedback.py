@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_zero import Compression, ZeroPrecision, ZeroStrategy, full_gradients, full_parameters
 from lightning_zero.checkpoint.consolidated import consolidate_checkpoint
 from lightning_zero.comm import Exchange, Groups, Streams, choose_collectives
-from lightning_zero.comm.hosts import RANKS_PER_HOST
+from lightning_zero.comm.groups import RANKS_PER_HOST
 from lightning_zero.extensions.compression.codes import compress, decompress, format_nbytes
 from lightning_zero.extensions.monitors import memory_stats
 from tests.extensions.compression.test_compression import KINDS, Net, loss_of, make, rounded, state

@@ -23,7 +23,7 @@ from lightning_zero.comm import (
     Streams,
     choose_collectives,
 )
-from lightning_zero.comm.hosts import RANKS_PER_HOST
+from lightning_zero.comm.groups import RANKS_PER_HOST
 from lightning_zero.config import Placement
 from lightning_zero.extensions.compression import operators
 from lightning_zero.extensions.compression.codes import compress, decompress, format_nbytes

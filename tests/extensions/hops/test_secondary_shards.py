@@ -22,7 +22,7 @@ from lightning_zero import (
     local_slices,
 )
 from lightning_zero.comm import Exchange, Groups, Streams, choose_collectives
-from lightning_zero.comm.hosts import RANKS_PER_HOST
+from lightning_zero.comm.groups import RANKS_PER_HOST
 from lightning_zero.extensions.monitors import memory_stats
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import WorldError, run_world
