@@ -48,9 +48,7 @@ __all__ = [
 ]
 
 AnyPath = str | os.PathLike[str]
-MapLocation = (
-    str | int | torch.device | Mapping[str, Any] | Callable[[torch.UntypedStorage, str], torch.UntypedStorage] | None
-)
+MapLocation = str | int | torch.device | None
 ModelT = TypeVar("ModelT", bound=LightningModule | LightningDataModule)
 
 
@@ -76,8 +74,7 @@ def load_from_checkpoint(
         model_class: the class to build, with the hyper-parameters that were saved. For a data module, its state is
             loaded in place of weights.
         path: the checkpoint.
-        map_location: the device of the result; ``None`` leaves the module where it was built. Of a dictionary the
-            values have to be one device. A function is called as ``torch.load`` does for a tensor on the CPU.
+        map_location: the device of the result; ``None`` leaves the module where it was built.
         hparams_file: a ``.yaml`` or ``.csv`` file with hyper-parameters to use in place of the saved ones.
         strict: whether missing and unexpected names are errors; ``None`` asks the module's ``strict_loading``.
         weights_only: for files that hold pickles, as for ``torch.load``; ``None`` is ``True``: no code is run.
@@ -401,22 +398,12 @@ def _materialise(module: nn.Module, read: set[int], device: torch.device) -> Non
 
 
 def _device(map_location: Any) -> torch.device | None:
-    """The one device that is meant."""
-    given = map_location
-    if isinstance(given, Mapping):
-        devices = {torch.device(device) for device in given.values()}
-        given = next(iter(devices), None) if len(devices) < 2 else given
-    elif callable(given):
-        storage = given(torch.UntypedStorage(0), "cpu")
-        given = None if storage is None else storage.device
-    if given is None:
-        return None
-    if not isinstance(given, (str, int, torch.device)):
+    if not isinstance(map_location, (str, int, torch.device, type(None))):
         raise TypeError(
-            f"map_location must be one device such as 'cpu' or 'cuda:0', or lead to one, got {map_location!r}: a "
-            "module is put on one device as a whole, wherever its tensors were when they were saved."
+            f"map_location must be one device such as 'cpu' or 'cuda:0', got {map_location!r}: a module is put on one "
+            "device as a whole, wherever its tensors were when they were saved."
         )
-    device = torch.device(given)
-    if device.type == "meta":
+    device = None if map_location is None else torch.device(map_location)
+    if device is not None and device.type == "meta":
         raise ValueError("map_location='meta': there is no memory to read the weights into. Use 'cpu'.")
     return device

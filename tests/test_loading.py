@@ -407,17 +407,10 @@ def test_what_another_program_has_wrapped_is_wrapped_too(tmp_path: Path, monkeyp
         assert isinstance(Mlp.load_from_checkpoint(path, weights_only=False), Mlp)
 
 
-@pytest.mark.parametrize("given", [{"cuda:0": "cpu", "cuda:1": "cpu"}, {}, lambda storage, location: storage])
-def test_a_map_that_leads_to_one_device(given: Any, tmp_path: Path) -> None:
-    for path in saved(Mlp(), tmp_path):
-        module = load_from_checkpoint(Mlp, path, map_location=given, weights_only=False)
-        assert module.device == torch.device("cpu")
-
-
 @pytest.mark.parametrize(
-    ("given", "error"), [({"cuda:0": "cpu", "cuda:1": "cuda:0"}, TypeError), ([1], TypeError), ("meta", ValueError)]
+    ("given", "error"), [({"cuda:0": "cpu"}, TypeError), (lambda storage, _: storage, TypeError), ("meta", ValueError)]
 )
-def test_a_map_that_leads_to_no_device_or_several(given: Any, error: type[Exception], tmp_path: Path) -> None:
+def test_a_map_that_is_not_one_device(given: Any, error: type[Exception], tmp_path: Path) -> None:
     for path in saved(Mlp(), tmp_path):
         with pytest.raises(error, match="map_location"):
             load_from_checkpoint(Mlp, path, map_location=given)

@@ -33,11 +33,11 @@ from lightning_zero.checkpoint.format.typed_json import Decoder, is_plain
 from lightning_zero.checkpoint.load import Directory, open_checkpoint
 from lightning_zero.checkpoint.save import (
     SUMMARY_KEY,
+    ChecksummedFile,
     combine,
     divide,
     progress_bar,
     stored_identity,
-    write_bytes,
     write_pieces,
 )
 from lightning_zero.checkpoint.storage.files import is_remote, local_path, open_folder
@@ -101,6 +101,7 @@ def save_consolidated_file(
     leaves, rest, own, tied = divide(checkpoint, control, what, _tied)
     # The name of a tied tensor -> the name its elements are stored under.
     shared: dict[str, str] = {key: keys[0] for groups in tied for keys in groups for key in keys[1:]}
+    made: list[tuple[TorchFile, StagedFile]] = []  # on rank 0
 
     def outline(leaf: Leaf) -> tuple[tuple[Any, ...], Any]:
         """Path and value of a leaf, or a hole for elements that are written apart from the rest."""
@@ -116,11 +117,11 @@ def save_consolidated_file(
                 if stored not in leaves or _identity(value) != _identity(leaves[stored].value):
                     raise ValueError(f"'{key}' and '{stored}' are the same memory on other ranks, but not here")
                 if stored == key:
-                    yield key, value.start * value.dtype.itemsize, value.local, value.dtype
+                    yield key, value.start * value.dtype.itemsize, value.local
             elif key in own and is_plain(value) and control.rank != 0:
-                yield key, 0, value, value.dtype
-        for made in files:
-            yield from made.parts
+                yield key, 0, value
+        for layout, _ in made:
+            yield from ((at.key, 0, at.tensor) for at in layout.places if at.tensor is not None)
 
     def lay_out() -> Any:
         if control.rank != 0:
@@ -128,15 +129,22 @@ def save_consolidated_file(
         content = {**rest, **put_together([*map(outline, leaves.values()), *chain.from_iterable(others)])}
         if plan_summary is not None:
             content[SUMMARY_KEY] = {**content.get(SUMMARY_KEY, {}), "plan": dict(plan_summary)}
-        files.append(Output(local_path(path), TorchFile(_with_indices(content))))
-        return files[0].places
+        layout = TorchFile(_with_indices(content))
+        made.append((layout, StagedFile(local_path(path), layout.nbytes)))
+        return str(made[0][1].path), {at.key: at.offset for at in layout.places}
 
     def publish() -> None:
-        for made in files:
-            made.complete(chain.from_iterable(parts))
-            made.staged.publish()
+        for layout, staged in made:
+            written: dict[Hashable, list[_Written]] = {at.key: [] for at in layout.places}
+            for part in chain.from_iterable(parts):
+                written[part.key].append(part)
+            crcs = [_checked(at.key, at.nbytes, sorted(written[at.key])) for at in layout.places]
+            with open(staged.path, "r+b") as file:
+                for offset, content in layout.frame(crcs):
+                    file.seek(offset)
+                    file.write(content)
+            staged.publish()
 
-    files: list[Output] = []  # on rank 0
     # What rank 0 does not have.
     others = control.together(what, lambda: [outline(leaves[key]) for key in leaves if control.rank and key in own])
     try:
@@ -144,8 +152,56 @@ def save_consolidated_file(
         parts = control.together(what, lambda: fill(file, offsets, held()))
         control.together(what, publish)
     finally:
-        for made in files:
-            made.staged.discard()
+        for _, staged in made:
+            staged.discard()
+
+
+# The key of a place in the file, the first of its bytes that is written, and a tensor.
+_Held = tuple[Hashable, int, Tensor]
+
+
+class _Written(NamedTuple):
+    """Bytes that were written to a place in the file."""
+
+    key: Hashable
+    start: int
+    nbytes: int
+    crc32: int
+
+
+def fill(path: str, offsets: Mapping[Hashable, int], held: Iterable[_Held]) -> list[_Written]:
+    """Write elements to their places in a file; ``CheckpointError`` if they do not match their checksum."""
+    wanted, parts = torch.serialization.get_crc32_options(), []
+    try:
+        # Not to be read: a client of a network file system that may read could write back whole pages, with its
+        # neighbours' bytes as they were.
+        descriptor = os.open(path, os.O_WRONLY)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"'{Path(path).parent.parent}' is not the folder that rank 0 sees: use a shared file system"
+        ) from None
+    with os.fdopen(descriptor, "wb") as file:
+        for key, start, tensor in held:
+            begin = file.seek(offsets[key] + start)
+            crc32, _ = write_pieces(tensor, tensor.dtype, file.write, wanted)
+            parts.append(_Written(key, start, file.tell() - begin, crc32))
+        file.flush()
+        os.fsync(file.fileno())
+    return [part for part in parts if part.nbytes]
+
+
+def _checked(key: Hashable, nbytes: int, parts: Iterable[_Written]) -> int:
+    """The checksum of parts, which must be the whole, without holes or overlaps."""
+    end = crc32 = 0
+    for part in parts:
+        if part.start != end:
+            who = "held by no rank" if part.start > end else "held by several ranks"
+            raise ValueError(f"of '{key}', bytes {min(part.start, end)} to {max(part.start, end)} are {who}")
+        crc32 = combine(crc32, part.crc32, part.nbytes) if end else part.crc32
+        end += part.nbytes
+    if end != nbytes:
+        raise ValueError(f"of '{key}', {end} of {nbytes} bytes are held by the ranks")
+    return crc32
 
 
 def _tied(leaves: Mapping[str, Leaf]) -> list[list[str]]:
@@ -407,22 +463,22 @@ def write_export(
 
     ``publish`` gives the files their names.
     """
-    nbytes = sum(at.nbytes for layout in files.values() for at in layout.places)
-    outputs: list[Output] = []
-    parts: list[_Written] = []
+    staged: list[StagedFile] = []
+    overflowed: set[Hashable] = set()
+    nbytes = sum(layout.nbytes for layout in files.values())
     try:
         with progress_bar(export.target.name, nbytes, export.progress) as bar:
             for path, layout in files.items():
-                outputs.append(output := Output(path, layout))
-                output.complete(written := fill(*output.places, output.parts, bar.update))
-                parts += written
-        publish([output.staged for output in outputs])
+                staged.append(StagedFile(path, layout.nbytes))
+                with open(staged[-1].path, "r+b") as opened:
+                    file = ChecksummedFile(opened, torch.serialization.get_crc32_options(), bar.update)
+                    file.write_archive(layout)
+                overflowed |= file.overflowed
+        publish(staged)
     finally:
-        for output in outputs:
-            output.staged.discard()
-    infinite = {part.key for part in parts if part.overflowed}
-    names = [name for name, hole in weights.items() if isinstance(hole, Hole) and hole.key in infinite]
-    if names:
+        for one in staged:
+            one.discard()
+    if names := [name for name, hole in weights.items() if isinstance(hole, Hole) and hole.key in overflowed]:
         warnings.warn(
             f"{len(names)} weights have values that are too large for the dtype and became infinite, for example "
             f"'{names[0]}'. `bfloat16` has the range of `float32`.",
@@ -451,95 +507,3 @@ def with_holes(value: Any, cast: torch.dtype | None) -> Any:
     if type(value) in (list, tuple):
         return type(value)(with_holes(item, cast) for item in value)
     return value
-
-
-# -------------------------------------------------------------------------------------------------------------- writing
-
-
-# The key of a place in a file, the first of its bytes that is written, a tensor, and the dtype to write it in.
-_Held = tuple[Hashable, int, Tensor, torch.dtype]
-
-
-class _Written(NamedTuple):
-    """Bytes that were written to a place in a file."""
-
-    key: Hashable
-    start: int
-    nbytes: int
-    crc32: int
-    overflowed: bool  # whether a cast made finite elements infinite, NaN or the largest of the dtype
-
-
-class Output:
-    """A file that is to be filled with the elements of its tensors, on the one process that makes it.
-
-    ``layout`` is a ``TorchFile``, or what has ``places``, ``nbytes`` and ``frame`` as that. The file has a temporary
-    name until ``staged`` is published.
-    """
-
-    def __init__(self, target: Path, layout: Any) -> None:
-        self._layout = layout
-        self.staged = StagedFile(target, layout.nbytes)
-
-    @property
-    def places(self) -> tuple[str, dict[Hashable, int]]:
-        """Where the file is, and where in it the elements belong, by the keys of their places."""
-        return str(self.staged.path), {at.key: at.offset for at in self._layout.places}
-
-    @property
-    def parts(self) -> list[_Held]:
-        """The whole of every place whose tensor is known."""
-        return [(at.key, 0, at.tensor, at.dtype) for at in self._layout.places if at.tensor is not None]
-
-    def complete(self, written: Iterable[_Written]) -> None:
-        """Write what is between the elements; ``ValueError`` if not all elements were written, or some twice."""
-        parts: dict[Hashable, list[_Written]] = {at.key: [] for at in self._layout.places}
-        for part in written:
-            parts[part.key].append(part)
-        crcs = [_checked(at.key, at.nbytes, sorted(parts[at.key])) for at in self._layout.places]
-        with open(self.staged.path, "r+b", buffering=0) as file:
-            for offset, content in self._layout.frame(crcs):
-                write_bytes(file.fileno(), offset, content)
-
-
-def fill(
-    path: str,
-    offsets: Mapping[Hashable, int],
-    held: Iterable[_Held],
-    advance: Callable[[int], Any] = lambda _: None,
-) -> list[_Written]:
-    """Write elements to their places in a file. ``advance`` gets the number of bytes after each piece.
-
-    ``CheckpointError`` if what is read does not match its checksum.
-    """
-    wanted, parts = torch.serialization.get_crc32_options(), []
-    try:
-        # Not to be read: a client of a network file system that may read could write back whole pages, with its
-        # neighbours' bytes as they were.
-        descriptor = os.open(path, os.O_WRONLY)
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"'{Path(path).parent.parent}' is not the folder that rank 0 sees: use a shared file system"
-        ) from None
-    with os.fdopen(descriptor, "wb") as file:
-        for key, start, tensor, dtype in held:
-            begin = file.seek(offsets[key] + start)
-            crc32, overflowed = write_pieces(tensor, dtype, lambda memory: advance(file.write(memory)), wanted)
-            parts.append(_Written(key, start, file.tell() - begin, crc32, overflowed))
-        file.flush()
-        os.fsync(file.fileno())
-    return [part for part in parts if part.nbytes]
-
-
-def _checked(key: Hashable, nbytes: int, parts: Iterable[_Written]) -> int:
-    """The checksum of parts, which must be the whole, without holes or overlaps."""
-    end = crc32 = 0
-    for part in parts:
-        if part.start != end:
-            who = "held by no rank" if part.start > end else "held by several ranks"
-            raise ValueError(f"of '{key}', bytes {min(part.start, end)} to {max(part.start, end)} are {who}")
-        crc32 = combine(crc32, part.crc32, part.nbytes) if end else part.crc32
-        end += part.nbytes
-    if end != nbytes:
-        raise ValueError(f"of '{key}', {end} of {nbytes} bytes are held by the ranks")
-    return crc32

@@ -18,6 +18,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
 
@@ -47,7 +48,7 @@ from lightning_zero.checkpoint.format.record import (
     split,
 )
 from lightning_zero.checkpoint.format.stored import StoredTensor, read_slices
-from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
+from lightning_zero.checkpoint.format.torch_file import Hole, Place, TorchFile
 from lightning_zero.checkpoint.format.typed_json import (
     Encoder,
     Inexpressible,
@@ -74,7 +75,6 @@ __all__ = [
     "progress_bar",
     "save_checkpoint_directory",
     "stored_identity",
-    "write_bytes",
     "write_pieces",
 ]
 
@@ -412,13 +412,19 @@ LARGE_NBYTES = 1 << 18  # from here on ``combine`` (0.05 ms) is faster than comp
 
 
 class ChecksummedFile:
-    """Appends to a file that is new and written through this object only, and knows the checksum of it, if wanted."""
+    """Appends to a file, through this object only, and knows the checksum of what it appended, if wanted.
 
-    def __init__(self, file: IO[bytes], wanted: bool = True) -> None:
+    ``advance`` gets the number of bytes after each piece. ``overflowed`` has the keys of places in archives where a
+    cast made finite elements infinite, NaN or the largest of the dtype.
+    """
+
+    def __init__(self, file: IO[bytes], wanted: bool = True, advance: Callable[[int], Any] = lambda _: None) -> None:
         self._file = file
         self._wanted = wanted
+        self._advance = advance
         self._crc32 = 0
         self.nbytes = 0  # written so far
+        self.overflowed: set[Hashable] = set()
 
     @property
     def checksum(self) -> int | None:
@@ -431,31 +437,38 @@ class ChecksummedFile:
         if self._wanted:
             self._crc32 = zlib.crc32(data, self._crc32)
 
-    def write_elements(self, tensor: Tensor) -> int | None:
-        """Append the elements of a tensor on any device or in a file, a piece at a time. Returns their CRC-32."""
-        if not self._wanted or tensor.numel() * tensor.dtype.itemsize < LARGE_NBYTES:
-            crc32, _ = write_pieces(tensor, tensor.dtype, self.write, self._wanted)
-        else:
-            begin = self.nbytes
-            crc32, _ = write_pieces(tensor, tensor.dtype, self._append, True)
+    def write_elements(self, tensor: Tensor, place: Place | None = None) -> int | None:
+        """Append the elements of a tensor on any device or in a file, a piece at a time. Returns their CRC-32.
+
+        For a place in an archive they are cast to its dtype.
+        """
+        dtype, begin = tensor.dtype if place is None else place.dtype, self.nbytes
+        small = not self._wanted or tensor.numel() * dtype.itemsize < LARGE_NBYTES
+        crc32, overflowed = write_pieces(tensor, dtype, self.write if small else self._append, self._wanted)
+        if not small:
             self._crc32 = combine(self._crc32, crc32, self.nbytes - begin)
+        if overflowed and place is not None:
+            self.overflowed.add(place.key)
         return crc32 if self._wanted else None
 
-    def write_archive(self, layout: TorchFile, *in_holes: Tensor) -> list[int | None]:
-        """Append a torch file, with tensors for its holes. Returns the CRC-32 of the elements in every place."""
+    def write_archive(self, layout: Any, *in_holes: Tensor) -> list[int | None]:
+        """Append a torch file, with tensors for its holes. Returns the CRC-32 of the elements in every place.
+
+        ``layout`` is a ``TorchFile``, or what has ``places`` and ``frame`` as that.
+        """
         found: list[int | None] = []
         holes = iter(in_holes)
-        tensors = iter([next(holes) if place.tensor is None else place.tensor for place in layout.places])
         # The frame asks for the checksum of a tensor after the loop has written it.
-        for _, content in layout.frame(crc32 or 0 for crc32 in found):
+        for (_, content), place in zip_longest(layout.frame(crc32 or 0 for crc32 in found), layout.places):
             self.write(content)
-            if (tensor := next(tensors, None)) is not None:
-                found.append(self.write_elements(tensor))
+            if place is not None:
+                found.append(self.write_elements(next(holes) if place.tensor is None else place.tensor, place))
         return found
 
     def _append(self, data: bytes | memoryview) -> None:
         self._file.write(data)
         self.nbytes += len(data)
+        self._advance(len(data))
 
 
 def combine(first: int, second: int, nbytes: int) -> int:
@@ -522,16 +535,12 @@ def write_pieces(
 
 def _overflows(elements: Tensor, cast: Tensor) -> bool:
     """Whether finite elements have no finite value like theirs in another dtype."""
-    finite = _wide(elements).isfinite()
-    lost = ~_wide(cast).isfinite()
-    if cast.is_floating_point() and cast.itemsize == 1 and elements.is_floating_point():  # some become the largest
-        lost |= _wide(elements).abs() > torch.finfo(cast.dtype).max
-    return bool((finite & lost).any())
-
-
-def _wide(elements: Tensor) -> Tensor:
-    """For questions that torch does not answer for eight bits."""
-    return elements.float() if elements.is_floating_point() and elements.itemsize == 1 else elements
+    # Torch answers few questions for eight bits.
+    before, after = (t.float() if t.is_floating_point() and t.itemsize == 1 else t for t in (elements, cast))
+    lost = ~after.isfinite()
+    if before.is_floating_point() and after is not cast:  # some become the largest
+        lost |= before.abs() > torch.finfo(cast.dtype).max
+    return bool((before.isfinite() & lost).any())
 
 
 def _pieces(tensor: Tensor) -> Iterator[tuple[Tensor, int | None]]:
@@ -573,14 +582,6 @@ def stored_identity(tensor: Tensor) -> Hashable:
     if tensor.layout is not torch.strided or tensor.is_meta:
         return id(tensor), "no memory of its own"
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
-
-
-def write_bytes(descriptor: int, offset: int, content: bytes | memoryview) -> None:
-    """Write all of ``content`` at an offset of a file."""
-    memory = memoryview(content)
-    done = 0
-    while done < len(memory):
-        done += os.pwrite(descriptor, memory[done:], offset + done)
 
 
 def progress_bar(name: str, nbytes: int, shown: bool) -> tqdm[Any]:

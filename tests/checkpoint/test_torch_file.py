@@ -17,7 +17,6 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
 from lightning_zero.checkpoint.format.typed_json import raw_memory
-from lightning_zero.checkpoint.save import write_bytes
 from lightning_zero.checkpoint.storage.publish import StagedFile, Staging
 from lightning_zero.extensions.formats.huggingface import SafetensorsFile
 
@@ -43,10 +42,10 @@ def write(path: Path, content: Any, values: dict[str, Tensor], *, checksums: boo
         for place in reversed(layout.places):
             memory = raw_memory(values[str(place.key)] if place.tensor is None else place.tensor)
             assert len(memory) == place.nbytes
-            write_bytes(file.fileno(), place.offset, memory)
+            os.pwrite(file.fileno(), memory, place.offset)
             crcs.append(zlib.crc32(memory) if checksums else 0)
         for offset, part in layout.frame(crcs[::-1]):
-            write_bytes(file.fileno(), offset, part)
+            os.pwrite(file.fileno(), part, offset)
     assert path.stat().st_size == layout.nbytes
     return layout
 
@@ -145,7 +144,7 @@ def test_nothing_loads_a_file_that_was_not_completed(tmp_path: Path) -> None:
         file.truncate(layout.nbytes)
         parts = list(layout.frame([0] * len(layout.places)))
         for offset, part in parts[:-1]:
-            write_bytes(file.fileno(), offset, part)
+            os.pwrite(file.fileno(), part, offset)
     assert not zipfile.is_zipfile(tmp_path / "f")
     for mmap in (True, False):
         with pytest.raises((RuntimeError, OSError)):
@@ -157,7 +156,7 @@ def write_sparse(path: Path, layout: TorchFile) -> None:
     with open(path, "wb") as file:
         file.truncate(layout.nbytes)
         for offset, part in layout.frame([0] * len(layout.places)):
-            write_bytes(file.fileno(), offset, part)
+            os.pwrite(file.fileno(), part, offset)
 
 
 def test_tensors_beyond_4_gib(tmp_path: Path) -> None:
@@ -171,9 +170,9 @@ def test_tensors_beyond_4_gib(tmp_path: Path) -> None:
     write_sparse(tmp_path / "f", layout)
     first, second, last = (place.offset for place in layout.places)
     with open(tmp_path / "f", "r+b") as file:
-        write_bytes(file.fileno(), first + large - 1, b"\x07")
-        write_bytes(file.fileno(), second, raw_memory(torch.tensor([1.5])))
-        write_bytes(file.fileno(), last, raw_memory(torch.tensor([3, 4])))
+        os.pwrite(file.fileno(), b"\x07", first + large - 1)
+        os.pwrite(file.fileno(), raw_memory(torch.tensor([1.5])), second)
+        os.pwrite(file.fileno(), raw_memory(torch.tensor([3, 4])), last)
 
     loaded = torch.load(tmp_path / "f", weights_only=True, mmap=True)
     assert loaded["first"].shape == (large,)
@@ -215,9 +214,9 @@ def test_offsets_beyond_4_gib_are_those_that_torch_computes(tmp_path: Path) -> N
 def write_safetensors(path: Path, values: dict[str, Tensor]) -> SafetensorsFile:
     layout = SafetensorsFile({n: Hole(n, v.dtype, tuple(v.shape)) for n, v in values.items()}, {"format": "pt"})
     with open(path, "wb") as file:
-        write_bytes(file.fileno(), 0, layout.head)
+        os.pwrite(file.fileno(), layout.head, 0)
         for place in layout.places:
-            write_bytes(file.fileno(), place.offset, raw_memory(values[str(place.key)]))
+            os.pwrite(file.fileno(), raw_memory(values[str(place.key)]), place.offset)
     assert path.stat().st_size == layout.nbytes
     return layout
 

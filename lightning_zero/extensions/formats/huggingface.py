@@ -178,6 +178,7 @@ class SafetensorsFile:
     def frame(self, _: Iterable[int]) -> Iterator[tuple[int, bytes]]:
         """Everything but the elements, as of ``TorchFile``; this format has no checksums."""
         yield 0, self.head
+        yield from ((at.offset + at.nbytes, b"") for at in self.places)
 
 
 def _publish(folder: Path, staged: Sequence[StagedFile], shards: Sequence[Mapping[str, Hole]]) -> None:
