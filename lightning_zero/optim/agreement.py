@@ -23,6 +23,7 @@ from lightning_zero.shards.slice import Slice, fingerprint
 
 __all__ = ["Fingerprint", "agree_on_set_up", "lines_of"]
 
+_MEMBERS = ("params", "param_names")
 _SLICES = "Every rank steps on its slices of each parameter, so parts of one weight would be trained differently."
 _AT_SET_UP = (
     f"{_SLICES} Look for code in configure_optimizers that depends on the rank, on a file only some ranks see, or on a "
@@ -84,7 +85,7 @@ def lines_of(optimizer: Optimizer, label: str, names: Sequence[Sequence[str]]) -
 def _options(label: str, word: str, options: Mapping[str, Any]) -> Iterator[str]:
     """Lines about those options that count, in an order that is the same on every rank."""
     for key in sorted(options, key=str):
-        if key not in ("params", "param_names") and (text := _text(options[key])):
+        if key not in _MEMBERS and (text := _text(options[key])):
             yield f"{label}, {word} '{key}': {text}"
 
 
@@ -139,9 +140,10 @@ class Fingerprint:
 
     def _look(self, seen: list[Any], names: Sequence[Sequence[str]], same: bool) -> None:
         """Read the options again, unless they are the same and nobody has written to them."""
-        inside = [part for value in seen for part in (value if isinstance(value, tuple) else (value,))]
+        options = [v for group in self._optimizer.param_groups for k, v in group.items() if k not in _MEMBERS]
+        parts = [part for option in options for part in (option if isinstance(option, tuple) else (option,))]
         # A list, or a tensor on the host, may be written to without a version.
-        versions = [_version(part) for part in inside if isinstance(part, (list, Tensor))]
+        versions = [_version(part) for part in parts if isinstance(part, (list, Tensor))]
         if not same or versions != self._versions or None in versions:
             self._number = fingerprint("\n".join(lines_of(self._optimizer, self._label, names)))
         self._names, self._seen, self._versions = names, seen, versions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 import torch
@@ -70,24 +70,11 @@ def _sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
     """In float64, of real gradients of one dtype on the CPU: ``vector_norm`` would write out a whole one as such."""
     sums, size = [], _CHUNK * torch.get_num_threads()
     memory = torch.empty(size, dtype=torch.float64, device="cpu")
-    for chunk in _chunks(gradients, size):
-        cast = chunk if chunk.dtype is torch.float64 else memory[: chunk.numel()].copy_(chunk)
-        sums.append(torch.dot(cast, cast))
-    return torch.stack(sums).sum()
-
-
-def _chunks(gradients: Sequence[Tensor], size: int) -> Iterator[Tensor]:
-    """All elements of 1-D gradients, at most ``size`` at a time: large ones in pieces, and small ones together."""
-    held: list[Tensor] = []
-    room = size
     for gradient in gradients:
-        for piece in gradient.split(size) if gradient.numel() > size else (gradient,):
-            if piece.numel() > room:
-                yield torch.cat(held) if len(held) > 1 else held[0]
-                held, room = [], size
-            held.append(piece)
-            room -= piece.numel()
-    yield torch.cat(held) if len(held) > 1 else held[0]
+        for chunk in gradient.split(size) if gradient.numel() > size else (gradient,):
+            cast = chunk if chunk.dtype is torch.float64 else memory[: chunk.numel()].copy_(chunk)
+            sums.append(torch.dot(cast, cast))
+    return torch.stack(sums).sum()
 
 
 def clip_by_norm(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:

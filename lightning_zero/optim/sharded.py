@@ -160,7 +160,8 @@ class ShardedOptimizer:
                 "so its step would train nothing. Build a new one in configure_optimizers."
             )
         view, members = self._view, self._members
-        self._leave()  # of a step that raised
+        if view.entered:  # by a step that raised
+            self._leave()
         if replaced := view.replaced:
             self._take_over()
         options = [self._fingerprint.take(members.names())]

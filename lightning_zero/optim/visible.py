@@ -192,7 +192,8 @@ class OptimizerView:
         for group, parameters in zip(self._optimizer.param_groups, self.stand_ins, strict=True):
             former.append((group, group["params"]))
             group["params"] = parameters
-        self._set_state(self.state)
+        if not self._fixed:
+            self._optimizer.state = self._visible.inner  # type: ignore[assignment]
 
     def leave(self) -> None:
         """Let the user see groups and state again. May be called again."""
@@ -201,22 +202,20 @@ class OptimizerView:
         for group, parameters in self._former:
             group["params"] = parameters
         self._former = None
-        self._set_state(self._visible)
+        self.show()
 
     def let_go(self) -> None:
         """Give the optimizer back, without state."""
         self.leave()
         self.state.clear()
-        self._set_state(self.state)
+        if not self._fixed:
+            self._optimizer.state = self._visible.inner  # type: ignore[assignment]
 
     def show(self) -> None:
         """Let the user see the state as it is now."""
         self._taken = True
-        self._set_state(self._visible)
-
-    def _set_state(self, state: Any) -> None:
         if not self._fixed:
-            self._optimizer.state = state
+            self._optimizer.state = self._visible  # type: ignore[assignment]
 
     def take_over(self, put: Callable[[Slice, dict[str, Any]], None]) -> None:
         """Take over a ``replaced`` state: ``put`` gets that of each parameter, whole. Local."""
