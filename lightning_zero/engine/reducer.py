@@ -410,8 +410,11 @@ class GradientBucket:
         now.plain = False
         parts = self.shard.parts()
         with untracked():
-            own = cut(self._collectives.own_range(self.room.flat), self.flat.slices)
-            arrived = [Copy(own[position], parts[position]) for position in now.arrived]
+            own = self._collectives.own_range(self.room.flat)
+            arrived = [Copy(own, self.shard.memory())]
+            if len(now.arrived) < len(parts):
+                own_parts = cut(own, self.flat.slices)
+                arrived = [Copy(own_parts[position], parts[position]) for position in now.arrived]
             if self.transfers is not None:
                 self.transfers.out(arrived).wait()
             elif not self.in_place:
