@@ -212,9 +212,6 @@ ZeRO stages 1 to 3), a .ckpt file, or safetensors. OUT decides what is written:
   OUT.safetensors   one file of weights
   OUT               a directory of safetensors files as Hugging Face has it, with an index if there are several
 
-With --format fsdp, OUT is a sharded directory for Lightning's FSDPStrategy. SOURCE must be one of this package or of
-ModelParallelStrategy.
-
 With --format huggingface and --format peft, OUT is a folder for from_pretrained, with its configuration: the model of
 transformers in SOURCE with its adapters merged into it, or its adapters alone. These take the memory of the model.
 """
@@ -222,7 +219,6 @@ _EXAMPLES = """\
 examples:
   lightning-zero consolidate runs/last.ckpt full.ckpt
   lightning-zero consolidate runs/last.ckpt my-model/ --dtype bfloat16 --max-shard-size 2GB --prefix model.
-  lightning-zero consolidate runs/last.ckpt for-fsdp.ckpt --format fsdp
   lightning-zero consolidate runs/last.ckpt my-adapter/ --format peft
   lightning-zero consolidate runs/last.ckpt merged/ --format huggingface --base meta-llama/Llama-3.1-8B
 """
@@ -240,7 +236,7 @@ def _consolidate_parser() -> argparse.ArgumentParser:
     add("source", metavar="SOURCE", help="the checkpoint to read: directory, file or URL")
     add("out", metavar="OUT", help="the file or directory to write")
     what = "what to write, where the name of OUT does not say it"
-    add("--format", choices=["ckpt", "safetensors", "fsdp", "huggingface", "peft"], help=what)
+    add("--format", choices=["ckpt", "safetensors", "huggingface", "peft"], help=what)
     add("--dtype", metavar="DTYPE", help="cast floating-point weights, for example to bfloat16 (bf16)")
     size = "of a file in a directory of safetensors, for example 500M or 2GiB (default: %(default)s)"
     add("--max-shard-size", "--max_shard_size", type=_size, default="5GB", metavar="SIZE", help=size)

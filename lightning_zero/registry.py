@@ -21,7 +21,7 @@ _FOLDER = "lightning_zero.extensions"
 EXTENSIONS = {
     "closures": "optimizers that need a closure in their step (LBFGS, SAM)",
     "compression": "quantised communication (`Compression`)",
-    "formats": "checkpoints of DeepSpeed and FSDP, safetensors to write, and models of Hugging Face",
+    "formats": "checkpoints of DeepSpeed, safetensors, and models of Hugging Face",
     "hops": "communication in two hops, within a host and between hosts, and secondary shards",
     "inspection": "`lightning-zero inspect`, `verify_checkpoint` and checksums compared on resuming",
     "monitors": "`MemoryMonitor` and `CommunicationMonitor`",

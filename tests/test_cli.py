@@ -263,7 +263,7 @@ def test_help_lists_the_commands(tmp_path: Path, module: bool) -> None:
 OPTIONS = {
     "plan": ("--hf-config ", "--device-memory ", "--config FILE ", "--model CLASS ", "--trainer.NAME ", "--help-all "),
     "inspect": ("--tensors ", "--no-verify"),
-    "consolidate": ("--format {ckpt,safetensors,fsdp,huggingface,peft}", "--max-shard-size "),
+    "consolidate": ("--format {ckpt,safetensors,huggingface,peft}", "--max-shard-size "),
     **dict.fromkeys(
         ("fit", "validate", "test", "predict"),
         ("--config FILE ", "--model CLASS ", "--trainer.strategy NAME ", "--trainer.NAME ", "--help-all "),

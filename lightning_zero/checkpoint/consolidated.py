@@ -68,7 +68,7 @@ RANDOM_KEY = "random_state"
 FEEDBACK_KEY = "error_feedback"
 """Under it: what every rank keeps of gradients that were rounded, likewise."""
 
-FileFormat = Literal["ckpt", "safetensors", "fsdp", "huggingface", "peft"]
+FileFormat = Literal["ckpt", "safetensors", "huggingface", "peft"]
 
 _SUFFIXES: dict[str, FileFormat] = {".ckpt": "ckpt", ".pt": "ckpt", ".pth": "ckpt", ".bin": "ckpt"}
 _SUFFIXES |= {".safetensors": "safetensors"}
@@ -275,8 +275,7 @@ def consolidate_checkpoint(
             device, which ``load_from_checkpoint`` and ``Trainer.fit(ckpt_path=...)`` read without this package.
             ``*.safetensors``: one file of weights. Anything without a suffix is a directory of safetensors files as
             Hugging Face has it, with an index if there are several.
-        format: what to write, where the name of ``out`` does not say it. ``"fsdp"``, which no name says, is a sharded
-            directory for Lightning's ``FSDPStrategy``, of one of this package or of ``ModelParallelStrategy``.
+        format: what to write, where the name of ``out`` does not say it.
             ``"huggingface"`` and ``"peft"`` are folders for ``from_pretrained``, with configurations: the model, with
             adapters merged into it, or the adapters alone. transformers and peft write them, which have to be
             installed, from a checkpoint of this package.
@@ -290,7 +289,7 @@ def consolidate_checkpoint(
         progress: show a progress bar on a terminal.
 
     Returns:
-        The files that were written, or the directory for ``"fsdp"``.
+        The files that were written.
 
     Raises:
         ValueError: for settings that are wrong or contradict each other, and for a target that exists.
@@ -395,8 +394,10 @@ class Export:
 def _kind(target: Path, given: str | None) -> FileFormat:
     by_suffix = _SUFFIXES.get(target.suffix.lower())
     for kind in get_args(FileFormat):
-        if kind == given and (by_suffix in (None, kind) or (kind == "fsdp" and by_suffix == "ckpt")):
-            return kind  # type: ignore[no-any-return]  # Lightning calls directories of FSDP `*.ckpt`
+        if kind == given and by_suffix in (None, kind):
+            return kind  # type: ignore[no-any-return]
+    if given == "fsdp":
+        raise ValueError("format='fsdp' is not written any more: FSDPStrategy loads the file of format='ckpt'.")
     if given is not None and given not in get_args(FileFormat):
         raise ValueError(f"format must be one of {', '.join(map(repr, get_args(FileFormat)))}, got {given!r}.")
     if given is not None:

@@ -38,7 +38,6 @@ from lightning_zero.checkpoint.format.record import (
     TensorItem,
     put_together,
 )
-from lightning_zero.checkpoint.format.safetensors import read_safetensors
 from lightning_zero.checkpoint.format.stored import Source, StoredTensor
 from lightning_zero.checkpoint.format.torch_file import load_torch, read_torch_file
 from lightning_zero.checkpoint.format.typed_json import DTYPES, Decoder, check_stored, raw_memory
@@ -68,7 +67,6 @@ __all__ = [
     "read_checkpoint",
     "read_directory",
     "read_foreign_directory",
-    "with_samples",
 ]
 
 
@@ -155,9 +153,9 @@ class Kind(Enum):
 
     OWN = "sharded directory of lightning_zero"  # with our record
     FOREIGN = "sharded directory of torch.distributed.checkpoint"  # with DCP's index
-    SAFETENSORS = "safetensors file"  # by its ending
-    TORCH = "torch file"  # any other file
+    TORCH = "torch file"  # any file but
     # Of the extension `formats`:
+    SAFETENSORS = "safetensors file"  # by its ending
     HUGGING_FACE = "directory of safetensors"  # of the usual names
     DEEPSPEED = "sharded directory of DeepSpeed"  # with `latest`, or the folder of one save in it
 
@@ -204,7 +202,8 @@ def _in_folder(path: str | os.PathLike[str]) -> Found | None:
 
 def read_checkpoint(path: str | os.PathLike[str], found: Found, weights_only: bool | None) -> Opened:
     """What a checkpoint of any kind says of itself; ``open_checkpoint`` on this rank alone."""
-    read: Reader = _READERS.get(found.kind) or extension("formats").READERS[found.kind]
+    why = f"'{os.fspath(path)}' is a {found.kind.value}."
+    read: Reader = _READERS.get(found.kind) or extension("formats", why=why).READERS[found.kind]
     return read(path, found, weights_only)
 
 
@@ -218,16 +217,8 @@ Reader = Callable[[str | os.PathLike[str], Found, bool | None], Opened]
 _READERS: dict[Kind, Reader] = {
     Kind.OWN: lambda path, at, weights_only: read_directory(at.files),
     Kind.FOREIGN: lambda path, at, weights_only: read_foreign_directory(at.files, weights_only),
-    Kind.SAFETENSORS: lambda path, at, weights_only: with_samples(read_safetensors(at.files, at.name), at.files),
     Kind.TORCH: _read_torch,
 }
-
-
-def with_samples(opened: Opened, files: Files) -> Opened:
-    """Headers of safetensors are the same for all weights of a model: the digest is of some elements too."""
-    stored = [value for value in opened.checkpoint["state_dict"].values() if isinstance(value, StoredTensor)]
-    names = sorted({chunk.file for value in stored for chunk in value._item.chunks})
-    return opened._replace(digest=(opened.digest, *(samples(files, name) for name in names)))
 
 
 # --------------------------------------------------------------------------------------------------------- directories

@@ -553,6 +553,7 @@ def test_a_dtype_has_several_names(saved: Path, tmp_path: Path, dtype: Any) -> N
     [
         ("c.ckpt", {"format": "safetensors"}, "contradicts the name 'c.ckpt'"),
         ("c.safetensors", {"format": "ckpt"}, "contradicts"),
+        ("c.ckpt", {"format": "fsdp"}, "FSDPStrategy loads the file of format='ckpt'"),
         ("c.zip", {}, "does not say what to write"),
         ("c.ckpt", {"format": "zip"}, "format must be"),
         ("c.ckpt", {"dtype": "int8"}, "dtype must be"),
@@ -588,7 +589,6 @@ def _tree(folder: Path) -> dict[str, bytes]:
     [
         ("folder", "folder/zero.json", {"format": "ckpt"}, "is within the source"),
         ("folder", "folder/export", {}, "is within the source"),
-        ("folder", "folder/fsdp", {"format": "fsdp"}, "is within the source"),
         ("link", "folder/export", {}, "is within the source"),
         ("folder", "link/export.ckpt", {}, "is within the source"),
         ("folder", "record.ckpt", {}, "is within the source"),

@@ -22,9 +22,9 @@ from lightning_zero.checkpoint import (
 from lightning_zero.checkpoint.background import Snapshots
 from lightning_zero.checkpoint.consolidated import save_consolidated_file
 from lightning_zero.checkpoint.format.flat_shard import memory_identity
-from lightning_zero.checkpoint.format.safetensors import read_safetensors
 from lightning_zero.checkpoint.storage.files import LocalFiles
 from lightning_zero.errors import CheckpointError, OffloadError
+from lightning_zero.extensions.formats.safetensors import read_safetensors
 from lightning_zero.extensions.nvme.files import FileSystem, FileTensor
 from lightning_zero.extensions.nvme.store import NvmeStore
 from tests.checkpoint.samples import checkpoint, control, end_to_end, load_and_verify, one_by_one, parameters, verify

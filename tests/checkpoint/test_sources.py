@@ -27,11 +27,11 @@ from lightning_zero.checkpoint import (
     open_checkpoint,
     save_checkpoint_directory,
 )
-from lightning_zero.checkpoint.format.safetensors import SAFETENSORS_DTYPES, read_safetensors
 from lightning_zero.checkpoint.format.stored import read_slices
 from lightning_zero.checkpoint.load import read_directory, read_foreign_directory
 from lightning_zero.checkpoint.storage.files import LocalFiles, read_bytes
 from lightning_zero.errors import CheckpointError
+from lightning_zero.extensions.formats.safetensors import SAFETENSORS_DTYPES, read_safetensors
 from tests.checkpoint.samples import checkpoint, control, end_to_end, one_by_one, parameters, verify
 from tests.helpers.world import run_world
 

@@ -1,6 +1,7 @@
-"""Other programs' layouts of checkpoints: DeepSpeed's directories, those of ``FSDPStrategy``, and Hugging Face's.
+"""Other programs' layouts of checkpoints: DeepSpeed's directories, safetensors, and Hugging Face's models.
 
-The core finds out that a directory has such a layout, or that one is to be written, and calls what is named here.
+The core finds out that a file or directory has such a layout, or that one is to be written, and calls what is named
+here.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ import os
 from pathlib import Path
 
 from lightning_zero.checkpoint.consolidated import Export, refuse_overlap
-from lightning_zero.checkpoint.load import Found, Kind, Reader, with_samples
-from lightning_zero.checkpoint.storage.files import is_remote, local_path, open_folder
+from lightning_zero.checkpoint.format.record import Opened
+from lightning_zero.checkpoint.format.stored import StoredTensor
+from lightning_zero.checkpoint.load import Found, Kind, Reader
+from lightning_zero.checkpoint.storage.files import Files, is_remote, local_path, open_folder, samples
 from lightning_zero.extensions.formats.deepspeed import deepspeed_folder, read_deepspeed_directory
-from lightning_zero.extensions.formats.fsdp import export_fsdp
 from lightning_zero.extensions.formats.huggingface import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -21,6 +23,7 @@ from lightning_zero.extensions.formats.huggingface import (
     read_safetensors_directory,
 )
 from lightning_zero.extensions.formats.names import adapters_in, described_models, under_names_of
+from lightning_zero.extensions.formats.safetensors import read_safetensors
 
 __all__ = ["READERS", "adapters_in", "described_models", "export", "find", "under_names_of"]
 
@@ -37,8 +40,16 @@ def find(path: str | os.PathLike[str]) -> Found | None:
     return None if folder is None else Found(Kind.DEEPSPEED, folder)
 
 
+def _with_samples(opened: Opened, files: Files) -> Opened:
+    """Headers of safetensors are the same for all weights of a model: the digest is of some elements too."""
+    stored = [value for value in opened.checkpoint["state_dict"].values() if isinstance(value, StoredTensor)]
+    names = sorted({chunk.file for value in stored for chunk in value._item.chunks})
+    return opened._replace(digest=(opened.digest, *(samples(files, name) for name in names)))
+
+
 READERS: dict[Kind, Reader] = {
-    Kind.HUGGING_FACE: lambda path, at, weights_only: with_samples(read_safetensors_directory(at.files), at.files),
+    Kind.SAFETENSORS: lambda path, at, weights_only: _with_samples(read_safetensors(at.files, at.name), at.files),
+    Kind.HUGGING_FACE: lambda path, at, weights_only: _with_samples(read_safetensors_directory(at.files), at.files),
     Kind.DEEPSPEED: lambda path, at, weights_only: read_deepspeed_directory(at.files),
 }
 
@@ -47,4 +58,4 @@ def export(settings: Export) -> list[Path]:
     """Write what another program reads; ``consolidate_checkpoint`` describes arguments and errors."""
     if not settings.is_one_file and not is_remote(settings.source):
         refuse_overlap(local_path(settings.source), settings.target, is_weights)
-    return export_fsdp(settings) if settings.kind == "fsdp" else export_weights(settings)
+    return export_weights(settings)

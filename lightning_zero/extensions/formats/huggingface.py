@@ -26,18 +26,18 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint.consolidated import Export, with_holes, write_export
 from lightning_zero.checkpoint.format.record import Opened
-from lightning_zero.checkpoint.format.safetensors import (
-    DAMAGES,
-    SAFETENSORS_DTYPES,
-    open_safetensors,
-    read_safetensors,
-)
 from lightning_zero.checkpoint.format.stored import Source, StoredTensor, whole
 from lightning_zero.checkpoint.format.torch_file import Hole, Place
 from lightning_zero.checkpoint.format.typed_json import dtype_name, is_plain, strict_json
 from lightning_zero.checkpoint.storage.files import Files, read_index
 from lightning_zero.checkpoint.storage.publish import StagedFile, is_checkpoint_directory
 from lightning_zero.errors import CheckpointError, some
+from lightning_zero.extensions.formats.safetensors import (
+    DAMAGES,
+    SAFETENSORS_DTYPES,
+    open_safetensors,
+    read_safetensors,
+)
 
 __all__ = ["INDEX_FILE", "SINGLE_FILE", "SafetensorsFile", "export_weights", "is_weights", "read_safetensors_directory"]
 
