@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ PATIENCE_SECONDS = 2.0
 Content = tuple[Hashable, int] | None
 """What is gathered to be computed with: its name, and a number for its state, of which each comes once."""
 
-__all__ = ["PATIENCE_SECONDS", "CollectiveCall", "Collectives", "Content", "LocalCollectives", "Pending", "WireState"]
+__all__ = ["PATIENCE_SECONDS", "CollectiveCall", "Collectives", "Content", "LocalCollectives", "Pending"]
 
 
 @dataclass(frozen=True)
@@ -125,28 +125,14 @@ class Pending:
             self._works, self._keep, self._finishing = (), (), []
 
 
-class WireState:
-    """What a wire carries from step to step; checkpoints keep it. Here: nothing."""
-
-    def clear(self) -> None:
-        """Forget an earlier training."""
-
-    def save(self, layout: str) -> dict[str, Any]:
-        """Sharded tensors for a checkpoint, with the same names on every rank. ``layout``: what they belong to."""
-        return {}
-
-    def load(self, saved: Mapping[str, Any], layout: str) -> str:
-        """Take over what ``save`` has given. Returns why nothing of it fits, if so. Collective: every rank."""
-        return "nothing is fed back in this run" if saved else ""
-
-
 class Collectives(ABC):
     """A wire, as the engine uses it: verbs, memory for them, and what the wire adds to a plan and to a checkpoint.
 
     ``choose_collectives`` picks one at set-up. Nobody else asks which one it is.
 
-    All tensors are 1-D and contiguous. Every verb is collective over the shard group and has to be called in the same
-    order on all its ranks, per kind of traffic: gathers among themselves, reductions among themselves.
+    All tensors are 1-D, contiguous, and a multiple of ``world_size`` elements where they are whole. Every verb is
+    collective over the shard group and has to be called in the same order on all its ranks, per kind of traffic:
+    gathers among themselves, reductions among themselves.
 
     Args:
         rank: this process in the shard group.
@@ -178,7 +164,7 @@ class Collectives(ABC):
         self.device = device or torch.device("cpu")
         self.observers: list[Callable[[CollectiveCall], None]] = []
         self.abandoned = [] if abandoned is None else abandoned
-        self.state = WireState()
+        self.state: Any = None  # what the wire carries from step to step, if anything; checkpoints keep it
         self.asked: object = None  # the settings it was chosen by: a later run with the same ones may keep it
 
     # ------------------------------------------------------------- what differs between wires, besides speed
@@ -211,19 +197,19 @@ class Collectives(ABC):
         """Complete a flat buffer in place from all ranks' shards.
 
         Args:
-            buffer: 1-D, a multiple of ``world_size`` elements; this rank's shard already stands in its own range,
-                unless there is a ``source``. Written.
+            buffer: this rank's shard already stands in its own range, unless there is a ``source``. Written.
             what: what it carries, for people; the same on every rank.
             after: device-side event the transfer has to wait for; ``None``: everything issued so far.
-            source: 1-D, this rank's shard, where it is not in the buffer yet; of any dtype. May not change before the
-                wait has returned.
+            source: this rank's shard, where it is not in the buffer yet; of any dtype. May not change before the wait
+                has returned.
             version: of the source; alike on all ranks, and never less than before. With one, the source may not change
                 before an agreement of all ranks behind the wait: the others may read it where it lies, once its owner
                 has come to a gather of this version, or a later one, itself.
             content: what it is, alike on all ranks; ``None``: it may be kept. Else it is computed with only: a wire may
                 round it, and keep a part of it until there is another state of the same.
         """
-        self._observe("all_gather", what, buffer)
+        if self.observers:
+            self._observe("all_gather", what, buffer)
         return self._all_gather(buffer, what, after, source, version, content)
 
     def reduce_scatter(
@@ -232,30 +218,23 @@ class Collectives(ABC):
         """Average a flat buffer over the ranks and keep this rank's range of the result.
 
         Args:
-            bucket: 1-D, a multiple of ``world_size`` elements. Read, and possibly overwritten, until waited on.
-            shard: 1-D, ``bucket.numel() // world_size`` elements of the same dtype. Written. May be this rank's own
-                range of ``bucket``.
+            bucket: read, and possibly overwritten, until waited on.
+            shard: of the same dtype. Written. May be this rank's own range of ``bucket``.
             what: what it carries, for people.
             patience: how many seconds to wait, at most, for memory that an earlier reduction still uses.
             key: whose gradients these are, alike on all ranks, where a wire may add what it lost of these before.
 
         Source: ZeRO, section 5.2 (arXiv:1910.02054).
         """
-        self._observe("reduce_scatter", what, bucket)
+        if self.observers:
+            self._observe("reduce_scatter", what, bucket)
         return self._reduce_scatter(bucket, shard, what, patience, key)
 
     def all_to_all(
         self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], what: str = ""
     ) -> Pending:
-        """Send a piece of ``input`` to every rank and receive one from each.
-
-        Args:
-            output: 1-D, ``sum(output_splits)`` elements. Written, in rank order of the senders.
-            input: 1-D, ``sum(input_splits)`` elements, in rank order of the receivers.
-            output_splits: elements received from each rank.
-            input_splits: elements sent to each rank.
-            what: what it carries, for people.
-        """
+        """Send a piece of ``input``, in rank order of the receivers, to every rank, and receive one from each into
+        ``output``, in rank order of the senders. The splits are elements of each rank."""
         self._observe("all_to_all", what, input)
         return self._all_to_all(output, input, list(output_splits), list(input_splits), what)
 

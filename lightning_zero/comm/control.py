@@ -116,7 +116,7 @@ def current_watch() -> Any:
 
 
 def verdict() -> str:
-    """Why nobody can go on; empty while somebody may."""
+    """Why no rank can ever go on; empty while one may."""
     watch = current_watch()
     return "" if watch is None else watch.verdict
 
@@ -228,12 +228,12 @@ class ControlGroup:
 
         Collective: every rank.
         """
-        failure, told = None, cast(Any, None)
+        failure, result = None, cast(Any, None)
         try:
-            told = action()
+            result = action()
         except BaseException as caught:
-            failure, told = caught, _Failed(f"{type(caught).__name__} on host {socket.gethostname()}: {caught}")
-        results = self.gather_objects(told, what.partition("'")[0])  # a path may differ between ranks
+            failure, result = caught, _Failed(f"{type(caught).__name__} on host {socket.gethostname()}: {caught}")
+        results = self.gather_objects(result, what.partition("'")[0])  # a path may differ between ranks
         if failure is not None and not isinstance(failure, Exception):
             raise failure
         failures = {rank: found.reason for rank, found in enumerate(results) if isinstance(found, _Failed)}

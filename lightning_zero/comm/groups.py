@@ -16,7 +16,7 @@ communicator and a stream wherever that order is provably the same:
 * *Parameters are sharded.* Then it is not. How a backward mixes gathers and reductions is each rank's own: a gather
   comes with the use of a unit, a reduction with the last gradient of a bucket, or, on a rank that got none, at the end.
   In one communicator a gather would meet a reduction, and hang, or take gradients for weights. In two, each finds its
-  own, so these stay apart, unless somebody whose ranks all run the same graph says so (``COMMUNICATORS``).
+  own, so these stay apart.
 
 Where transfers take two hops (``extensions/hops``), each hop has one communicator, or two, as the kinds have.
 
@@ -52,27 +52,22 @@ from lightning_zero.comm.collectives import Pending
 from lightning_zero.comm.control import LOOK_SECONDS, ControlGroup, current_watch, watch_ranks
 from lightning_zero.config import ShardWithin
 
-__all__ = ["COMMUNICATORS", "RANKS_PER_HOST", "Connections", "Groups", "Resource", "ShardGroup", "connections"]
-__all__ += ["destroy_default_group_at_exit", "find_hosts", "order_launches", "orders_differ", "places_by_host"]
+__all__ = ["RANKS_PER_HOST", "Connections", "Groups", "Resource", "ShardGroup", "connections"]
+__all__ += ["destroy_default_group_at_exit", "order_launches", "orders_differ", "places_by_host"]
 __all__ += ["shard_span", "shut", "sockets", "this_host"]
-
-COMMUNICATORS = "LIGHTNING_ZERO_COMMUNICATORS"
-"""Environment variable: ``1`` or ``2`` on a device, for all stages; two if any rank asks for two."""
-
-_SHORTEST_WAIT = 0.001  # seconds
 
 
 def orders_differ(device: torch.device, sharded: bool) -> bool:
     """Whether gathers and reductions need groups of their own: see [Note: one order on a device]. On the CPU always.
 
-    ``sharded``: parameters are, between uses. Raises ``ValueError`` if the environment asks for a strange number.
+    ``sharded``: parameters are, between uses. Raises ``ValueError`` for a setting of 0.2.
     """
-    asked = os.environ.get(COMMUNICATORS, "")
-    if asked not in ("", "1", "2"):
-        raise ValueError(f"{COMMUNICATORS} must be 1 or 2, got {asked!r}.")
-    if device.type == "cpu":
-        return True
-    return sharded if not asked else asked == "2"
+    if os.environ.get("LIGHTNING_ZERO_COMMUNICATORS"):
+        raise ValueError(
+            "LIGHTNING_ZERO_COMMUNICATORS is no setting any more: zero3 has two communicators on a device, the other "
+            "stages have one. Leave it out."
+        )
+    return sharded or device.type == "cpu"
 
 
 def shard_span(within: ShardWithin, on_node: int, world_size: int) -> int | None:
@@ -114,29 +109,11 @@ RANKS_PER_HOST = "LIGHTNING_ZERO_RANKS_PER_HOST"
 
 @functools.cache
 def this_host() -> str:
-    """What processes that can see one another have in common; empty where the system does not tell."""
+    """What processes that can see one another have in common; empty where the system does not say."""
     with suppress(OSError):
         spaces = (os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "user"))
         return " ".join((Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces))
     return ""
-
-
-def find_hosts(gather: Callable[[object], list[Any]]) -> list[list[int]]:
-    """The ranks of each host, which can see one another's processes. ``gather`` gives what all ranks tell, by rank.
-    Collective: every rank.
-
-    Raises ``ValueError`` on every rank if the environment of one asks for a strange number.
-    """
-    told = gather((socket.gethostname(), this_host(), os.environ.get(RANKS_PER_HOST, "")))
-    found: dict[tuple[str, str, int], list[int]] = {}
-    met: Counter[tuple[str, str]] = Counter()
-    for rank, (name, system, asked) in enumerate(told):
-        if asked and not (asked.isdecimal() and int(asked)):
-            raise ValueError(f"{RANKS_PER_HOST} must be a number of ranks, got {asked!r} on rank {rank}.")
-        part = met[name, system] // int(asked) if asked else 0
-        met[name, system] += 1
-        found.setdefault((name, system, part), []).append(rank)
-    return list(found.values())
 
 
 def places_by_host(hosts: Sequence[Sequence[int]]) -> list[list[int]] | None:
@@ -177,7 +154,7 @@ def shut(file: int) -> None:
 
 
 def sockets() -> dict[int, str]:
-    """This process's sockets, by the numbers of their files; none where the system does not tell."""
+    """This process's sockets, by the numbers of their files; none where the system does not say."""
     found = {}
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
@@ -273,7 +250,7 @@ class Groups:
         for groups in list(_LIVE):
             recipe = groups._recipe
             if recipe is None or recipe.default() is not default:
-                groups.destroy()  # their default group has ended, and nobody told them
+                groups.destroy()  # their default group has ended, and nothing ended them
             elif (recipe.backend, groups.timeout, recipe.span) == (backend, timeout, span):
                 groups.part(apart)
                 return groups
@@ -321,8 +298,21 @@ class Groups:
             self.reduce = _made(self._recipe.backend, self.timeout, "gradients", self._recipe.sets)
 
     def find_hosts(self) -> list[list[int]]:
-        """The ranks of each host. Collective: every rank."""
-        self.hosts = self.hosts or find_hosts(self.control.gather_objects)
+        """The ranks of each host, which can see one another's processes. Collective: every rank.
+
+        Raises ``ValueError`` on every rank if the environment of one asks for a strange number.
+        """
+        if not self.hosts:
+            mine = socket.gethostname(), this_host(), os.environ.get(RANKS_PER_HOST, "")
+            found: dict[tuple[str, str, int], list[int]] = {}
+            met: Counter[tuple[str, str]] = Counter()
+            for rank, (name, system, asked) in enumerate(self.control.gather_objects(mine)):
+                if asked and not (asked.isdecimal() and int(asked)):
+                    raise ValueError(f"{RANKS_PER_HOST} must be a number of ranks, got {asked!r} on rank {rank}.")
+                part = met[name, system] // int(asked) if asked else 0
+                met[name, system] += 1
+                found.setdefault((name, system, part), []).append(rank)
+            self.hosts = [*found.values()]
         return self.hosts
 
     def resource(self, name: str, make: Callable[[], Any]) -> Any:
@@ -335,17 +325,6 @@ class Groups:
         """Let all waits in resources end. Called from any thread."""
         for resource in list(self._resources.values()):
             resource.stop()
-
-    def check_hosts(self) -> None:
-        """Raise ValueError, on all ranks, if those of a shard group are not on one host. Collective: every rank."""
-        hosts, size = self.control.gather_objects(socket.gethostname()), self.shard.world_size
-        for first in range(0, len(hosts), size):
-            if len(set(hosts[first : first + size])) > 1:
-                names = ", ".join(sorted(set(hosts[first : first + size])))
-                raise ValueError(
-                    f"shard_within='node': ranks {first} to {first + size - 1} are on the hosts {names}. Have the "
-                    "launcher number the ranks node by node (Slurm: --distribution=block), or give a number of ranks."
-                )
 
     def rendezvous(self, occasion: str, note: str, seconds: float) -> dict[int, str]:
         """Say that this rank is here, and see who else comes to their next call for this occasion.
@@ -372,7 +351,7 @@ class Groups:
                 left = deadline - time.monotonic()
                 absent = {other: f"{key}/{other}" for other in range(world_size) if other not in notes}
                 with suppress(RuntimeError):  # not all are there
-                    store.wait([*absent.values()], timedelta(seconds=min(max(left, _SHORTEST_WAIT), LOOK_SECONDS)))
+                    store.wait([*absent.values()], timedelta(seconds=min(max(left, 0.001), LOOK_SECONDS)))
                 notes |= {other: store.get(at).decode() for other, at in absent.items() if store.check([at])}
                 if left <= 0 or (none_comes is not None and none_comes(notes)):
                     break

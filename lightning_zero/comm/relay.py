@@ -2,8 +2,8 @@
 
 [Note: two hops and one order]
 The second hop begins when the first one has ended, while the rank computes, or waits for something else: if it had to
-come back for that, ranks could wait for one another. So each hop of each kind has a thread, which takes transfers
-through one after the other, in the order in which the rank has issued them, which is the same on all ranks. One may be
+come back for that, ranks could wait for one another. So each hop of each kind has a thread, which carries transfers
+one after the other, in the order in which the rank has issued them, which is the same on all ranks. One may be
 in its second hop while the next one is in its first. After one that failed none is sent any more: another rank would
 take it for the one that did not come. A transfer of one hop has a thread that waits for it, so that others can see when
 it has ended.
@@ -19,7 +19,7 @@ from queue import SimpleQueue
 import torch.distributed as dist
 
 from lightning_zero._torch import untracked
-from lightning_zero.comm.control import LOOK_SECONDS, NOTES, Note, passed_on, verdict
+from lightning_zero.comm.control import LOOK_SECONDS, Note, doing, passed_on, verdict
 from lightning_zero.comm.groups import Resource, connections
 
 __all__ = ["Passage", "Relay"]
@@ -49,7 +49,7 @@ class Relay(Resource):
         self._lanes = [_Lane(f"lightning_zero: {name}, hop {hop}") for hop, _ in enumerate(groups, 1)]
 
     def carry(self, what: str, hops: Sequence[Callable[[], object]]) -> Passage:
-        """Run one after the other, each in the thread of its hop, which holds nothing of it when it has come through:
+        """Run one after the other, each in the thread of its hop, which keeps no reference to it when it has ended:
         who waits may count who else has the memory."""
         passed_on[self.name] += 1
         passage = Passage(what, self.name, passed_on[self.name], self._members)
@@ -57,7 +57,7 @@ class Relay(Resource):
         return passage
 
     def end(self) -> None:
-        """End the threads, when what is under way has come through, or has had some seconds for it."""
+        """End the threads, when transfers under way have ended, or have had some seconds for it."""
         for lane in self._lanes:
             if not lane.ends_within(_GRACE_SECONDS):
                 connections.shut(self.name)
@@ -109,13 +109,13 @@ class Passage:
     """A transfer on its way, as a ``Pending`` waits for it."""
 
     def __init__(self, what: str, kind: str, number: int, members: tuple[int, ...]) -> None:
-        self.what, self.kind, self.number, self.members = what, kind, number, members
-        self._under_way = threading.Lock()
+        self.kind, self._note = kind, Note(what, kind, number, members)
+        self._under_way = threading.Lock()  # and no event: the watch knows a wait by the innermost call, which is here
         self._under_way.acquire()
         self._failure: BaseException | None = None
 
     def end(self, failure: BaseException | None = None) -> None:
-        """It has come through, or has failed. Once."""
+        """It has ended, or has failed. Once."""
         self._failure = failure
         self._under_way.release()
 
@@ -124,14 +124,10 @@ class Passage:
 
     def wait(self) -> None:
         """Raises what made it fail, or why nobody can go on."""
-        notes = NOTES.here
-        notes.append(Note(self.what, self.kind, self.number, self.members))
-        try:
+        with doing(*self._note):
             while not self._under_way.acquire(timeout=LOOK_SECONDS):
                 if reason := verdict():
                     raise RuntimeError(reason)
-        finally:
-            notes.pop()
         self._under_way.release()
         if self._failure is not None:
             raise self._failure

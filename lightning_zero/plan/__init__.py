@@ -1,4 +1,4 @@
-"""What is decided before training: units, flat buffers, shards, buckets, slots, and where each of them rests.
+"""What is decided before training: units, flat buffers, shards, buckets, slots, and the memory tier of each.
 
 Numbers only: works on meta tensors, needs no process group, is equal on all ranks, and proves itself.
 """

@@ -1,5 +1,5 @@
-"""What travels together: gradients of replicated parameters, buffers that rank 0 sends to the others, and whole
-parameters on their way to the ranks that own them. Numbers only."""
+"""What is sent in one collective: buckets of gradients of replicated parameters, the module's buffers that rank 0
+broadcasts, and whole parameters for the ranks that own them. Numbers only."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ ROUND_NBYTES = 64 * 2**20
 """Bytes that one all-to-all takes from, or gives to, one rank at most."""
 
 BUCKETS_OF_A_MODEL = 8
-"""How many buckets a model has at least, so that most are reduced beside the backward. Twice as many where gradients
-are sharded: two of them may be in memory beside the shards."""
+"""How many buckets a model has at least, so that most are reduced during the backward. Twice as many where gradients
+are sharded: two of them may be in memory at once, besides the shards."""
 
 LEAST_BUCKET_NBYTES = 2**20
 """Which a bucket may have even so: smaller ones take the time of their calls."""
@@ -50,7 +50,7 @@ LEAST_BUCKET_NBYTES = 2**20
 def limit_bucket(parameters: Sequence[ParameterSpec], nbytes: int, dtypes: DtypeRules, beside: bool) -> int:
     """Bytes of the reduce dtype that a bucket of this model may have, at most ``nbytes``.
 
-    ``beside``: two of them may be in memory beside the shards of gradients.
+    ``beside``: two of them may be in memory at once, besides the shards of gradients.
     """
     whole = sum(spec.numel * dtypes.reduce(spec).itemsize for spec in parameters if spec.trainable)
     return min(nbytes, max(LEAST_BUCKET_NBYTES, whole // (2 * BUCKETS_OF_A_MODEL if beside else BUCKETS_OF_A_MODEL)))

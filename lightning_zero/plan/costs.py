@@ -4,7 +4,6 @@ Not counted are activations and other tensors of the module's own, what librarie
 and what an allocator keeps in reserve.
 
 [Note: memory of a step]
-
 A step passes over the masters in one of three ways. *Loop*, torch's default on the CPU: one parameter after the other,
 so what it makes has the size of the largest, beside what Python still holds of the one before. *Foreach*, the default
 on accelerators: each operation passes over all parameters of a group before the next one begins, so what it makes has
@@ -12,33 +11,27 @@ the size of all of them. *Fused*: one pass, which makes nothing. Numbers are tho
 them.
 
 [Note: counting traffic]
-
 Bytes are those of the whole flat buffer, as the ZeRO paper counts them (section 7): an all-gather or a reduce-scatter
 of n elements counts n, of which a rank sends the fraction (world size - 1) / world size. With a model of P elements,
 replicated parameters cost 2 P per step and sharded ones 3 P, less what is still resident when it is needed again.
-Buffers that rank 0 sends to the others, once per step, come on top: a broadcast of n bytes counts n elements.
+Buffers that rank 0 sends, once per step, come on top.
 
 With shard groups smaller than the world all of that, but for the buffers, happens within each group; and once per step
 the gradient shards are all-reduced across the groups (the second hop of MiCS, arXiv:2205.00119). An all-reduce of n
 elements counts n, of which a rank sends 2 (groups - 1) / groups.
 
 [Note: the worst moment]
-
-Buckets, masters and state have their memory from set-up to the end, and slots on an accelerator. On the CPU the pages
-of slots are released before each optimizer step, but for slots of frozen units; those of parameters when the backward
-ends, before the last gradients are reduced. Shards of gradients that are reduced during the backward (stages 2 and 3)
-have memory from their reduction on, until gradients are cleared. Two things come and go beside that:
+Buckets, masters and state have their memory from set-up to the end, and slots on an accelerator. On the CPU slots are
+let go before each optimizer step, but for those of frozen units; those of parameters when the backward ends, before the
+last gradients are reduced. Shards of gradients that are reduced during the backward (stages 2 and 3) have memory from
+their reduction on, until gradients are cleared. Two things come and go beside that:
 
 * In backward, autograd hands over each gradient in memory of its own, from which it is copied into its bucket at once:
-  one parameter's at a time. A parameter that is used in several places (tied weights, a shared module) gets its
-  gradient in parts, and autograd holds their sum until the last of them. Where linear layers and embeddings give them,
-  they are added to the first one (an embedding's row by row, on the CPU), which lies where it is collected as soon as
-  it is made, if its unit has that memory for itself. Elsewhere autograd adds them out of place, and for a moment there
-  are three: the sum so far, the last part, and both together.
+  one parameter's at a time. A parameter that is used in several places gets its gradient in parts, and autograd holds
+  their sum until the last of them. Where linear layers and embeddings give them, they are added to the first one, which
+  lies where it is collected, if its unit has that memory for itself. Elsewhere autograd adds them out of place, and for
+  a moment there are three: the sum so far, the last part, and both together.
 * In a step, the optimizer computes with temporary tensors: see [Note: memory of a step].
-
-In a first step a unit that shares its gradient slot with another one may need memory of its own for a moment, until the
-order of the backward is known.
 """
 
 from __future__ import annotations
@@ -64,18 +57,9 @@ __all__ = [
     "HostBytes",
     "Memory",
     "OptimizerCost",
-    "StageMemory",
-    "Traffic",
-    "ZeroPlan",
-    "build_plan",
-    "expected_disk",
-    "expected_host_memory",
-    "expected_memory",
-    "expected_traffic",
-    "gather_order",
-    "owners_of",
-    "stage_memory",
 ]
+__all__ += ["StageMemory", "Traffic", "ZeroPlan", "build_plan", "expected_disk", "expected_host_memory"]
+__all__ += ["expected_memory", "expected_traffic", "gather_order", "owners_of", "stage_memory"]
 
 # ----------------------------------------------------------------------------------------------------------- optimizers
 
@@ -99,7 +83,7 @@ class OptimizerCost:
             raise ValueError(f"way must be 'loop', 'foreach' or 'fused', got {self.way!r}.")
 
     def way_on(self, accelerator: bool) -> str:
-        """How it steps on such a device. Whole parameters are stepped on one by one."""
+        """How it steps on such a device. Whole parameters are updated one by one."""
         return self.way or ("foreach" if accelerator and not self.whole else "loop")
 
     def step_nbytes(self, sizes: Sequence[int], accelerator: bool) -> int:
@@ -165,7 +149,7 @@ def _of_torch(cls: type) -> tuple[str | None, bool]:
     derived = [vars(each) for each in cls.__mro__[: cls.__mro__.index(base)]]
     # Without what torch puts around a class's step when the first optimizer of it is made, also where it inherits it.
     own_step = any(without_hooks(own["step"]) is not without_hooks(base.step) for own in derived if "step" in own)
-    # An `_init_group` sees, and may change, all that is about to be stepped on.
+    # An `_init_group` sees, and may change, all that the step is about to update.
     init_group = base._init_group
     return base.__name__, own_step or any(own.get("_init_group", init_group) is not init_group for own in derived)
 
@@ -290,40 +274,28 @@ def gather_order(plan: Plan, *, micro_steps: int = 1) -> tuple[int, ...]:
     return _gathers(plan, micro_steps)[0]
 
 
-def lasting_slots(plan: Plan) -> frozenset[int]:
-    """Indices of the slots whose units outlast an optimizer step: those of entirely frozen units."""
-    return frozenset(_gathers(plan, 1)[1])
-
-
 def _gathers(plan: Plan, micro_steps: int) -> tuple[tuple[int, ...], dict[int, int]]:
-    """The units that are gathered, in their order, and those that are still in their slots after the optimizer step."""
-    order = (*plan.units, *_backward_order(plan)) * micro_steps
+    """The units that are gathered, in their order, and those of entirely frozen ones that outlast the optimizer step,
+    by their slots."""
+    nested: dict[int | None, list[UnitPlan]] = {}
+    for unit in plan.units:
+        # Ancestors ascend in registration order, so the innermost comes last.
+        nested.setdefault(unit.ancestors[-1] if unit.ancestors else None, []).append(unit)
+    backward: list[UnitPlan] = []  # a unit's backward starts at its outputs
+    waiting = list(nested.get(None, ()))
+    while waiting:
+        backward.append(waiting.pop())
+        waiting.extend(nested.get(backward[-1].index, ()))
     resident: dict[int, int] = {}
     gathered: list[int] = []
-    # Twice: what the step before left behind is known only then.
-    for _ in range(2):
+    for _ in range(2):  # what the step before left behind is known only in the second one
         gathered = []
-        for unit in order:
+        for unit in (*plan.units, *backward) * micro_steps:
             if unit.layouts and unit.slot is not None and resident.get(unit.slot) != unit.index:
                 resident[unit.slot] = unit.index
                 gathered.append(unit.index)
         resident = {slot: index for slot, index in resident.items() if not plan.units[index].trainable_layouts}
     return tuple(gathered), resident
-
-
-def _backward_order(plan: Plan) -> list[UnitPlan]:
-    """Siblings in reverse, each before the units nested in it: a unit's backward starts at its outputs."""
-    nested: dict[int | None, list[UnitPlan]] = {}
-    for unit in plan.units:
-        # Ancestors ascend in registration order, so the innermost comes last.
-        nested.setdefault(unit.ancestors[-1] if unit.ancestors else None, []).append(unit)
-    order: list[UnitPlan] = []
-    waiting = list(nested.get(None, ()))
-    while waiting:
-        unit = waiting.pop()
-        order.append(unit)
-        waiting.extend(nested.get(unit.index, ()))
-    return order
 
 
 def _flat(layouts: Iterable[FlatLayout], dtype: str = "compute_dtype", numel: str = "numel") -> CollectiveTraffic:
@@ -417,8 +389,6 @@ def expected_memory(
     *,
     rank: int = 0,
     optimizer: OptimizerCost = ADAM,
-    optimizer_tensors: int | None = None,
-    training: bool = True,
     receive_buffer: bool = True,
     accelerator: bool = False,
     peak: bool = False,
@@ -429,18 +399,15 @@ def expected_memory(
         plan: the plan.
         rank: in the shard group. Ranks differ only in ``optimizer``: it counts real elements, not padding.
         optimizer: what it keeps and makes.
-        optimizer_tensors: how many tensors it keeps for a parameter, where that is known better.
-        training: False: gradients, optimizer state and everything for reductions are absent.
         receive_buffer: whether the wire does (``Collectives.receives``): not shared memory, nor an accelerator.
         accelerator: whether the device is one.
         peak: at the worst moment of a step instead of after it; see [Note: the worst moment].
 
     Raises:
-        ValueError: if there is no such rank, or ``optimizer_tensors`` is negative.
+        ValueError: if there is no such rank.
     """
-    tensors = optimizer.state if optimizer_tensors is None else optimizer_tensors
-    _check(plan, rank, tensors)
-    trained, placement, layouts = plan.trainable_layouts if training else (), plan.placement, plan.layouts
+    _check(plan, rank)
+    trained, placement, layouts = plan.trainable_layouts, plan.placement, plan.layouts
     stepped = [layout for layout in trained if plan.rest_of(layout).state is Tier.DEVICE]
     parameters = keeping = 0
     if not placement.shards_parameters:  # masters of the same dtype are views of the parameters
@@ -452,22 +419,22 @@ def expected_memory(
     fetched = FETCH_UNITS * plan.fetch_nbytes if accelerator and isinstance(plan.offload, HostOffload) else 0
     # The owner of a whole parameter keeps a copy of it, with its state.
     whole = sum(nbytes for owner, nbytes in owners_of(plan, stepped) if owner == rank) if optimizer.whole else 0
-    lasting = range(len(plan.slots)) if accelerator or not training else lasting_slots(plan)
+    lasting = range(len(plan.slots)) if accelerator else _gathers(plan, 1)[1]
     # A world of one collects gradients where they are to be.
-    in_place = all(la.dtype == la.reduce_dtype and not plan.rest_of(la).offloaded for la in plan.trainable_layouts)
-    collected = () if not training or (plan.group_size == 1 and in_place) else plan.gradient_slots
+    in_place = all(la.dtype == la.reduce_dtype and not plan.rest_of(la).offloaded for la in trained)
+    collected = () if plan.group_size == 1 and in_place else plan.gradient_slots
     small = (nbytes for nbytes in collected if nbytes < KEPT_NBYTES and plan.group_size > 1)
     rest = Memory(
         parameters=parameters,
         weights=_shards(plan, layouts, "weights", Tier.DEVICE, "compute_dtype") + kept,
         masters=_shards(plan, mastered, "master", Tier.DEVICE),
         gradients=sum(_gradient_nbytes(plan, layout) for layout in trained),
-        optimizer=(1 + tensors) * whole if optimizer.whole else tensors * _owned_nbytes(stepped, rank),
+        optimizer=(1 + optimizer.state) * whole if optimizer.whole else optimizer.state * _owned_nbytes(stepped, rank),
         slots=sum(n for slot, n in enumerate(plan.slots) if slot in lasting or n < KEPT_NBYTES) + fetched,
         gradient_slots=sum(collected if accelerator else small),
         transport=_transport_nbytes(plan, trained, receive_buffer),
     )
-    if not (peak and training):
+    if not peak:
         return rest
     missing, raw = _backward_nbytes(plan, accelerator)
     # Sums on an accelerator, in no slot, that leave for the host when shard groups have averaged them.
@@ -485,33 +452,35 @@ def expected_memory(
 
 
 def expected_host_memory(
-    plan: Plan, *, rank: int = 0, optimizer_tensors: int = 2, training: bool = True, accelerator: bool = False
+    plan: Plan, *, rank: int = 0, optimizer_tensors: int = 2, accelerator: bool = False
 ) -> HostBytes:
-    """What offloading keeps in one rank's host memory. Arguments and errors as for ``expected_memory``."""
-    _check(plan, rank, optimizer_tensors)
-    trained = plan.trainable_layouts if training else ()
+    """What offloading keeps in one rank's host memory, of an optimizer that keeps so many tensors for a parameter.
+
+    Other arguments, and errors, are as for ``expected_memory``.
+    """
+    _check(plan, rank)
     buffers = 0
     if isinstance(plan.offload, NvmeOffload):
         buffers += int(plan.offload.buffer_mib * 2**20) + FETCH_UNITS * plan.fetch_nbytes
         if plan.offload.checksums:  # 8 bytes for each page
-            files = expected_disk(plan, rank=rank, optimizer_tensors=optimizer_tensors, training=training)
+            files = expected_disk(plan, rank=rank, optimizer_tensors=optimizer_tensors)
             buffers += files.total // PAGE_NBYTES * 8
-    if accelerator and training:
+    if accelerator:
         buffers += STAGING_BUFFERS * sum(align_up(nbytes, PAGE_NBYTES) for nbytes in plan.staging_nbytes)
-    on_host = [layout for layout in trained if plan.rest_of(layout).state is Tier.HOST]
+    on_host = [layout for layout in plan.trainable_layouts if plan.rest_of(layout).state is Tier.HOST]
     return HostBytes(
         weights=_shards(plan, plan.layouts, "weights", Tier.HOST, "compute_dtype"),
         masters=_shards(plan, plan.layouts, "master", Tier.HOST),
-        gradients=_shards(plan, trained, "gradients", Tier.HOST),
+        gradients=_shards(plan, plan.trainable_layouts, "gradients", Tier.HOST),
         optimizer=optimizer_tensors * _owned_nbytes(on_host, rank),
         buffers=buffers,
     )
 
 
-def expected_disk(plan: Plan, *, rank: int = 0, optimizer_tensors: int = 2, training: bool = True) -> DiskBytes:
-    """What offloading keeps in one rank's files. Arguments and errors as for ``expected_memory``."""
-    _check(plan, rank, optimizer_tensors)
-    owned = [layout for layout in plan.trainable_layouts if training and _owned_nbytes([layout], rank)]
+def expected_disk(plan: Plan, *, rank: int = 0, optimizer_tensors: int = 2) -> DiskBytes:
+    """What offloading keeps in one rank's files. Arguments and errors as for ``expected_host_memory``."""
+    _check(plan, rank)
+    owned = [layout for layout in plan.trainable_layouts if _owned_nbytes([layout], rank)]
     return DiskBytes(
         weights=_shards(plan, plan.layouts, "weights", Tier.DISK, "compute_dtype", PAGE_NBYTES),
         masters=_shards(plan, plan.layouts, "master", Tier.DISK, page=PAGE_NBYTES),
@@ -528,11 +497,9 @@ def owners_of(plan: Plan, layouts: Sequence[FlatLayout]) -> list[tuple[int, int]
     return [(owner, numel * itemsize) for (numel, itemsize), owner in zip(held, owners, strict=True)]
 
 
-def _check(plan: Plan, rank: int, optimizer_tensors: int) -> None:
+def _check(plan: Plan, rank: int) -> None:
     if not 0 <= rank < plan.group_size:
         raise ValueError(f"There is no rank {rank} in a shard group of {plan.group_size}.")
-    if optimizer_tensors < 0:
-        raise ValueError(f"optimizer_tensors must be 0 or more, got {optimizer_tensors}.")
 
 
 def _shards(

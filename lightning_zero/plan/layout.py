@@ -201,10 +201,6 @@ class FlatLayout:
         """``(start, end)`` of the rank's shard in the buffer, in elements."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
-    def cut_of(self, position: int) -> tuple[int, ...]:
-        """Of a parameter: equal for others of the same shape that are cut over the ranks at the same places."""
-        return self.offsets[position], self.shard_numel
-
     def residual_nbytes(self, ranks: int | None, world_size: int) -> int:
         """Bytes that error feedback keeps on each rank, in float32, where ``ranks`` divide what is rounded."""
         if ranks is None or not self.dtype.is_floating_point:
@@ -237,7 +233,7 @@ class FlatLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class Rest:
-    """The tier of memory that each part of a layout rests in between uses."""
+    """The memory tier of each part of a layout between uses."""
 
     master: Tier  # the shard that the optimizer updates, in the parameters' dtype
     # A copy of it in the compute dtype, which units are gathered from; ``None``: there is none, the master (or the full
@@ -251,21 +247,16 @@ class Rest:
         """Whether the master is not on the device."""
         return self.master is not Tier.DEVICE
 
-    @property
-    def gathered_from(self) -> Tier:
-        """Where the shard rests that units are gathered from."""
-        return self.weights or self.master
-
 
 def rest_of(layout: FlatLayout, placement: Placement, offload: Offload | None) -> Rest:
-    """Where the bytes of ``layout`` rest between uses.
+    """The memory tiers of ``layout`` between uses.
 
     | layout | master | weights | gradients, state |
     | --- | --- | --- | --- |
     | not offloaded | device | the master | device |
     | trained, optimizer offloaded, parameters replicated | host or disk | the full buffers | host; host or disk |
     | trained, optimizer offloaded, parameters sharded | host or disk | a copy on the device | host; host or disk |
-    | the same with ``parameters=True`` | host or disk | the master, or a copy beside it in another dtype | same |
+    | the same with ``parameters=True`` | host or disk | the master, or a copy of it in another dtype | same |
     | frozen | with the weights, or as a trained one where the dtypes differ | as above | none |
     """
     device = Rest(master=Tier.DEVICE, weights=None, gradients=Tier.DEVICE, state=Tier.DEVICE)

@@ -146,7 +146,7 @@ class Plan:
         gradient_slots: likewise for gradients on their way to the reduce-scatter; none where gradients are replicated.
         prefetch: units gathered ahead of the one computing.
         root: index of the root unit; None where parameters are replicated.
-        offload: what rests on the host or in files; None: everything rests on the device. Its path and the sizes of its
+        offload: what is offloaded to the host or to files; None: nothing. Its path and the sizes of its
             buffers may differ between ranks, and are the only part of a plan that may.
         buffers: of the module, as rank 0 sends them to the others before every step; none where it does not. Not part
             of the fingerprint: they may change in the middle of a run, and are compared whenever they are sent.
@@ -178,11 +178,6 @@ class Plan:
         return sum(layout.parameter_numel for layout in self.layouts)
 
     @property
-    def trainable_numel(self) -> int:
-        """Real elements of trainable parameters."""
-        return sum(layout.parameter_numel for layout in self.trainable_layouts)
-
-    @property
     def layouts(self) -> tuple[FlatLayout, ...]:
         """Of all units, in plan order."""
         return tuple(layout for unit in self.units for layout in unit.layouts)
@@ -193,18 +188,18 @@ class Plan:
         return tuple(layout for layout in self.layouts if layout.trainable)
 
     def rest_of(self, layout: FlatLayout) -> Rest:
-        """Where the bytes of one of the plan's layouts rest between uses."""
+        """The memory tiers of one of the plan's layouts between uses."""
         return rest_of(layout, self.placement, self.offload)
 
     @property
     def fetch_nbytes(self) -> int:
-        """Bytes of the largest unit's shards that rest elsewhere than where they are gathered, each in whole pages."""
-        found = 0
+        """Bytes of the largest unit's offloaded shards, each in whole pages."""
+        found = [0]
         for unit in self.units if self.placement.shards_parameters else ():
-            rests = [(layout, self.rest_of(layout)) for layout in unit.layouts]
-            away = [la.shard_numel * la.compute_dtype.itemsize for la, r in rests if r.gathered_from is not Tier.DEVICE]
-            found = max(found, sum(align_up(nbytes, PAGE_NBYTES) for nbytes in away))
-        return found
+            rests = ((layout, self.rest_of(layout)) for layout in unit.layouts)
+            away = (layout for layout, rest in rests if (rest.weights or rest.master) is not Tier.DEVICE)
+            found += [sum(align_up(la.shard_numel * la.compute_dtype.itemsize, PAGE_NBYTES) for la in away)]
+        return max(found)
 
     @property
     def staging_nbytes(self) -> tuple[int, int]:
@@ -288,7 +283,7 @@ class Plan:
             param_dtype: compute dtype of floating parameters, except those a batch norm holds; None: their own.
             reduce_dtype: of floating gradients; None: the parameters' own.
             full_precision: class names of modules whose parameters are computed with in their own dtype.
-            offload: what rests on the host or in files; None: nothing.
+            offload: what is offloaded to the host or to files; None: nothing.
             broadcast_buffers: whether rank 0 sends its buffers to the others.
 
         Raises:

@@ -105,7 +105,8 @@ class Checkpoints:
             own = dict(checkpoint.get(SUMMARY_KEY, {}))
             if self._random is not None:
                 own[RANDOM_KEY] = self._random.save(engine.device)
-            if carried := engine.collectives.state.save(self._layout(engine)):
+            state = engine.collectives.state
+            if state is not None and (carried := state.save(self._layout(engine))):
                 own[FEEDBACK_KEY] = carried
             checkpoint = {**checkpoint, SUMMARY_KEY: own}
 
@@ -164,7 +165,10 @@ class Checkpoints:
         Collective: every rank; ``CheckpointError`` on all, if one could not read its part.
         """
         saved = checkpoint.get(SUMMARY_KEY, {}).get(FEEDBACK_KEY, {})
-        if why := engine.collectives.state.load(saved, self._layout(engine)):
+        why, state = "nothing is fed back in this run" if saved else "", engine.collectives.state
+        if state is not None:
+            why = state.load(saved, self._layout(engine))
+        if why:
             rank_zero_info(f"Error feedback takes nothing from the checkpoint: {why}.")
 
     def remove(self, path: str | Path) -> None:

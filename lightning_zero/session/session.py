@@ -91,8 +91,6 @@ class ZeroSession:
         wire: Callable[[Groups, Streams, torch.device], Collectives] | None = None,
     ) -> None:
         self.settings, self.groups = settings, groups
-        if settings.shard_within == "node":
-            groups.check_hosts()
         self.device, self.local_rank, self.local_ranks = device, local_rank, local_ranks
         exchange = Exchange(settings.compression, settings.secondary_shards)
         self.wire = wire or partial(choose_collectives, exchange=exchange)
@@ -210,7 +208,8 @@ class ZeroSession:
             engine.masters_changed(range(len(engine.units)))  # weights go over the wire from the first batch on
         self._buffers = BufferBroadcast(engine, fitting=training, enabled=self.settings.broadcast_buffers)
         if training:
-            engine.collectives.state.clear()  # of an earlier run
+            if engine.collectives.state is not None:
+                engine.collectives.state.clear()  # of an earlier run
             self._prepare_training()
 
     def _prepare_training(self) -> None:

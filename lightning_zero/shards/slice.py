@@ -109,7 +109,7 @@ class Slice:
     @property
     def cut(self) -> tuple[Any, ...]:
         """The same on every rank; equal for parameters of which all ranks hold the same elements."""
-        return *self.layout.cut_of(self.position), self.spec.shape
+        return self.layout.offsets[self.position], self.layout.shard_numel, self.spec.shape
 
     def ranges(self, world_size: int) -> list[tuple[int, int]]:
         """Of every rank, the first element that it holds, and how many it holds."""

@@ -33,7 +33,7 @@ from lightning_zero.comm import (
     orders_differ,
 )
 from lightning_zero.comm.collectives import CollectiveCall
-from lightning_zero.comm.groups import COMMUNICATORS, RANKS_PER_HOST, order_launches
+from lightning_zero.comm.groups import RANKS_PER_HOST, order_launches
 from lightning_zero.config import Placement, SessionSettings
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.offload import MemoryTiers
@@ -49,28 +49,11 @@ Call = tuple[str, str]
 # Who decides
 
 
-@pytest.mark.parametrize(
-    ("device", "sharded", "asked", "two"),
-    [
-        (CUDA, False, None, False),
-        (CUDA, True, None, True),
-        (CUDA, True, "1", False),
-        (CUDA, False, "2", True),
-        (CPU, False, None, True),
-        (CPU, False, "1", True),
-    ],
-)
-def test_one_communicator_where_the_order_is_provably_the_same(
-    device: torch.device, sharded: bool, asked: str | None, two: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if asked is not None:
-        monkeypatch.setenv(COMMUNICATORS, asked)
-    assert orders_differ(device, sharded) is two
-
-
-def test_a_strange_number_of_communicators_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(COMMUNICATORS, "3")
-    with pytest.raises(ValueError, match="must be 1 or 2, got '3'"):
+def test_one_communicator_where_the_order_is_provably_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = (CUDA, False), (CUDA, True), (CPU, False), (CPU, True)
+    assert [orders_differ(*case) for case in cases] == [False, True, True, True]
+    monkeypatch.setenv("LIGHTNING_ZERO_COMMUNICATORS", "1")
+    with pytest.raises(ValueError, match="LIGHTNING_ZERO_COMMUNICATORS is no setting any more"):
         orders_differ(CPU, True)
 
 

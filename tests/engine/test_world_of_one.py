@@ -60,7 +60,7 @@ def test_parameters_stay_whole_and_blocks_have_no_hooks() -> None:
     run = Run()
     assert not run.plan.placement.shards_parameters
     assert run.plan.slots == ()
-    assert run.plan.expected_memory(optimizer_tensors=0).parameters == 4 * sum(la.numel for la in run.plan.layouts)
+    assert run.plan.expected_memory().parameters == 4 * sum(la.numel for la in run.plan.layouts)
     for _ in range(2):
         run.step()
         assert not any(map(is_absent, run.module.parameters()))

@@ -219,7 +219,7 @@ def count(rank: int, precision_name: str, stage: int) -> dict[str, Any]:
     known = {**merged(found), **merged(small)}
     new = alive_beside(known)
     plan, received = trainer.strategy.engine.plan, keeps_receive_buffer(trainer.strategy)
-    expected = plan.expected_memory(rank=rank, optimizer_tensors=2, receive_buffer=received)
+    expected = plan.expected_memory(rank=rank, receive_buffer=received)
     return {
         "wire": type(trainer.strategy.engine.collectives),
         "expected": {category: nbytes for category, nbytes in expected.items() if category not in AT_PEAK},

@@ -91,7 +91,7 @@ def observe(model: Case, stage: int, accumulate: int, precision: Any = None, **s
         "expected_order": expected_order,
         "gathers": gathers,
         "agreements": wire.agreements,
-        "trainable": plan.trainable_numel,
+        "trainable": sum(layout.parameter_numel for layout in plan.trainable_layouts),
         "padded": sum(layout.numel for unit in plan.units for layout in unit.layouts),
         "padded_trainable": sum(layout.numel for unit in plan.units for layout in unit.trainable_layouts),
     }

@@ -29,7 +29,7 @@ from torch import Tensor
 from lightning_zero._torch import untracked
 from lightning_zero.checkpoint import FlatShard
 from lightning_zero.checkpoint.format.stored import read_slices
-from lightning_zero.comm.collectives import Content, Pending, WireState
+from lightning_zero.comm.collectives import Content, Pending
 from lightning_zero.comm.control import ControlGroup
 from lightning_zero.comm.groups import Groups
 from lightning_zero.comm.native import GlooCollectives, NativeCollectives, PairwiseSum, divide
@@ -51,8 +51,8 @@ class Rounded(NamedTuple):
     fed: Collection[str] = ()  # of what errors are fed back: the "sum" that is reduced, the "average" that is gathered
 
 
-class Residuals(WireState):
-    """What error feedback keeps. It belongs to the ranks of a host and to parts of a layout."""
+class Residuals:
+    """What error feedback keeps from step to step. It belongs to the ranks of a host and to parts of a layout."""
 
     def __init__(self, control: ControlGroup, device: torch.device, fed: bool) -> None:
         self._control, self._device, self._fed = control, device, fed
@@ -60,6 +60,7 @@ class Residuals(WireState):
         """By reduction, 1-D in float32: what rounding has taken from it so far, of what this rank rounds."""
 
     def clear(self) -> None:
+        """Forget an earlier training."""
         self.residuals.clear()
 
     def save(self, layout: str) -> dict[str, Any]:
@@ -70,9 +71,10 @@ class Residuals(WireState):
         return {_LAYOUT: layout, **rows} if rows else {}
 
     def load(self, saved: Mapping[str, Any], layout: str) -> str:
+        """Take over what ``save`` has given. Returns why nothing of it fits, if so. Collective: every rank."""
         self.residuals.clear()
         if not self._fed:
-            return super().load(saved, layout)
+            return "nothing is fed back in this run" if saved else ""
         if not saved:
             return "it has nothing of that"
         if saved.get(_LAYOUT) != layout:

@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.comm import GlooCollectives, Groups, Streams, choose_collectives
+from lightning_zero.comm import GlooCollectives, Groups, Streams, choice, choose_collectives
 from lightning_zero.comm.choice import SWITCH
 from lightning_zero.errors import CommunicationError, DivergenceError
 from lightning_zero.extensions.shared_memory.collectives import SharedMemoryCollectives
@@ -491,6 +491,17 @@ def test_gloo_where_one_rank_can_not(what: str) -> None:
     assert other[1] == []
     (line,) = lines
     assert re.search(f"^Ranks exchange weights and gradients over gloo: {reason}", line), line
+
+
+def test_a_rank_without_the_extension_is_an_error_on_all() -> None:
+    def run(rank: int) -> None:
+        groups = Groups.create("gloo")
+        if rank == 1:
+            choice.installed = lambda name: name != "shared_memory"
+        with pytest.raises(DivergenceError, match="extension shared_memory: False"):
+            choose_collectives(groups, Streams(CPU), CPU)
+
+    run_world(2, run)
 
 
 def test_shared_memory_is_taken_without_a_word() -> None:
