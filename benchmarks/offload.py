@@ -49,7 +49,7 @@ from lightning_zero.extensions.nvme.pipeline import Request
 from lightning_zero.offload.host import host_memory, view_of
 from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.plan.costs import build_plan
-from lightning_zero.session.offloading import make_steps, make_tiers
+from lightning_zero.session.session import make_steps, make_tiers
 
 PARTS = ("files", "host", "training", "device")
 KINDS: dict[str, dict[str, bool]] = {

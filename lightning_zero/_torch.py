@@ -50,13 +50,10 @@ foreach_types: list[type[Tensor]] = torch.utils._foreach_utils._foreach_supporte
 foreach_zero: Callable[..., Any] = torch._foreach_zero_
 make_subclass: Callable[..., Any] = Tensor._make_subclass
 make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
-neg_view: Callable[[Tensor], Tensor] = torch._neg_view
 forbid_writes: Callable[[Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
 """Make every write through a tensor's storage raise."""
 prefix_store: Callable[..., Any] = getattr(dist, "PrefixStore")  # noqa: B009
 tcp_store: Callable[..., Any] = getattr(dist, "TCPStore")  # noqa: B009
-use_count: Callable[[Tensor], int] = getattr(Tensor, "_use_count")  # noqa: B009
-"""How many owners a tensor has outside of Python, such as TorchScript and graphs of autograd; Python counts as one."""
 version_of: Callable[[Tensor], int] = getattr(Tensor._version, "__get__")  # noqa: B009
 
 

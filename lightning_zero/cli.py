@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,31 +47,10 @@ _RUN_OPTIONS = {
 }
 
 
-@contextmanager
-def _while_somebody_reads() -> Iterator[None]:
-    """Print all that a block has to say. SystemExit with 1 if the reader has seen enough, as ``head`` has."""
-    try:
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:  # nothing more can be printed
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
-
-
 def _run_tool(command: str, args: Sequence[str], *, early: bool = False) -> bool:
     """Run a command that trains nothing. False if it needs Lightning, and it is too ``early`` to import it."""
-    code: int | None
-    try:
-        with _while_somebody_reads():
-            if command == "consolidate":
-                code = consolidate(args)
-            else:
-                code = extension(_OF_EXTENSIONS[command]).run(args, early=early)
-    except KeyboardInterrupt:
-        print(f"lightning-zero {command}: interrupted", file=sys.stderr)  # noqa: T201
-        code = 130  # as shells have it
+    run = consolidate if command == "consolidate" else partial(extension(_OF_EXTENSIONS[command]).run, early=early)
+    code: int | None = run(args)
     if code:
         raise SystemExit(code)
     return code is not None
@@ -128,8 +108,7 @@ def answer_early() -> None:
     program = sys.orig_argv[-len(argv)] if argv[0] == "-m" else Path(argv[0]).name
     if program in (("lightning_zero",) if argv[0] == "-m" else ("lightning-zero", "lightning-zero.exe")):
         try:
-            with _while_somebody_reads():
-                command = _command(argv[1:])
+            command = _command(argv[1:])
             if command in _TOOLS and _run_tool(command, argv[2:], early=True):
                 raise SystemExit(0)
         except ExtensionError as error:

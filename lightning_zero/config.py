@@ -329,13 +329,8 @@ class ActivationPolicy:
     def __post_init__(self) -> None:
         _check_fields(self)
         if self.checkpointing is not None and self.checkpointing != "units":
-            try:
-                object.__setattr__(self, "checkpointing", list(validate_units(self.checkpointing) or ()))
-            except ValueError:
-                raise ValueError(
-                    "ActivationPolicy.checkpointing must be 'units', a list of class names such as ['Block'], or left "
-                    f"out; got {self.checkpointing!r}."
-                ) from None
+            names = validate_units(self.checkpointing, "ActivationPolicy.checkpointing, where it is not 'units',")
+            object.__setattr__(self, "checkpointing", list(names or ()))
 
 
 ActivationsLike = ActivationPolicy | UnitsLike | None
@@ -431,20 +426,11 @@ LoadersLike = LoaderPolicy | Uneven
 
 # ------------------------------------------------------------------ each raises ValueError, or returns what is usable
 
-_NO_MIB = 100_000.0
-"""No model has gradients for 8 buckets of so many MiB: who says so many means elements."""
-
 
 def validate_bucket_mib(bucket_mib: float) -> float:
     """The size of a bucket in MiB is a positive, finite number."""
     if isinstance(bucket_mib, bool) or not isinstance(bucket_mib, (int, float)) or not 0 < bucket_mib < float("inf"):
         raise ValueError(f"bucket_mib must be a positive number of MiB, got {bucket_mib!r}. The default is 100.")
-    if bucket_mib >= _NO_MIB:
-        mib = max(round(bucket_mib * 4 / 2**20), 1)
-        raise ValueError(
-            f"bucket_mib={bucket_mib:g} is more MiB than any model has; DeepSpeed's reduce_bucket_size is in elements. "
-            f"For {bucket_mib:g} elements write bucket_mib={mib}, or half of it where gradients have 16 bits."
-        )
     return float(bucket_mib)
 
 
@@ -470,13 +456,8 @@ def validate_offload(offload: OffloadLike, placement: Placement) -> Offload | No
         return HostOffload(parameters=placement.shards_parameters)
     if offload is False:
         return None
-    if isinstance(offload, str) and offload in ("nvme", "disk"):
-        raise ValueError(
-            f"offload={offload!r} does not say in which directory. Write offload=NvmeOffload('/local'), with a "
-            "directory on a fast local disk."
-        )
     if offload is not None and not isinstance(offload, Offload):
-        raise ValueError(f"offload must be a HostOffload, an NvmeOffload or 'cpu', got {offload!r}.")
+        raise ValueError(f"offload must be a HostOffload, an NvmeOffload('/local') or 'cpu', got {offload!r}.")
     if offload is not None and offload.parameters and not placement.shards_parameters:
         raise ValueError(
             f"{type(offload).__name__}.parameters is for stage 3 only: in stages 1 and 2 every rank computes with full "
@@ -487,32 +468,18 @@ def validate_offload(offload: OffloadLike, placement: Placement) -> Offload | No
 
 def validate_activations(activations: ActivationsLike) -> ActivationPolicy | None:
     """What happens to activations is nothing or a policy, or what is checkpointed: ``"units"``, or classes."""
-    if activations is None or isinstance(activations, ActivationPolicy):
-        return activations
-    try:
-        return ActivationPolicy(activations)
-    except ValueError:
-        raise ValueError(
-            f"activations must be an ActivationPolicy, 'units' or class names such as ['Block'], got {activations!r}."
-        ) from None
+    policy = activations is None or isinstance(activations, ActivationPolicy)
+    return activations if policy else ActivationPolicy(activations)  # type: ignore[arg-type, return-value]
 
 
 def validate_checkpoint(checkpoint: CheckpointLike) -> CheckpointPolicy:
     """What is saved is a policy, or its format."""
-    if isinstance(checkpoint, CheckpointPolicy):
-        return checkpoint
-    if isinstance(checkpoint, str) and checkpoint in get_args(Format):
-        return CheckpointPolicy(checkpoint)
-    raise ValueError(f"checkpoint must be a CheckpointPolicy, 'sharded' or 'consolidated', got {checkpoint!r}.")
+    return checkpoint if isinstance(checkpoint, CheckpointPolicy) else CheckpointPolicy(checkpoint)
 
 
 def validate_loaders(loaders: LoadersLike) -> LoaderPolicy:
     """What happens where data end is a policy, or one of its words, which is then for training and evaluation."""
-    if isinstance(loaders, LoaderPolicy):
-        return loaders
-    if isinstance(loaders, str) and loaders in get_args(Uneven):
-        return LoaderPolicy(training=loaders, evaluation=loaders)
-    raise ValueError(f"loaders must be a LoaderPolicy, {', '.join(map(repr, get_args(Uneven)))}; got {loaders!r}.")
+    return loaders if isinstance(loaders, LoaderPolicy) else LoaderPolicy(training=loaders, evaluation=loaders)
 
 
 def validate_prefetch(prefetch: int | None) -> None:
@@ -537,7 +504,7 @@ def parse_size(size: str | int) -> int:
     return max(1, int(number * (1024 if matched[3] else 1000) ** power))
 
 
-def validate_units(units: UnitsLike | None) -> tuple[str, ...] | None:
+def validate_units(units: UnitsLike | None, what: str = "units") -> tuple[str, ...] | None:
     """Names of the classes that become units, as a tuple, or ``None`` for the automatic rule.
 
     A class counts by its name, and of a dotted name its last part. Sets are sorted: their order is not that of other
@@ -547,15 +514,15 @@ def validate_units(units: UnitsLike | None) -> tuple[str, ...] | None:
         return None
     given: Any = [units] if isinstance(units, (str, type)) else units
     if not isinstance(given, Sequence | Set):
-        raise ValueError(f"units must be a list of class names such as ['Block'], got {units!r}.")
+        raise ValueError(f"{what} must be a list of class names such as ['Block'], got {units!r}.")
     names = [unit.__name__ if isinstance(unit, type) else unit for unit in given]
     if not names:
         raise ValueError(
-            f"units must name at least one class, or be left out to find units automatically; got {units!r}."
+            f"{what} must name at least one class, or be left out to find units automatically; got {units!r}."
         )
     for name in names:
         if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
-            raise ValueError(f"units must hold class names such as 'Block', got {name!r}.")
+            raise ValueError(f"{what} must hold class names such as 'Block', got {name!r}.")
     names = [name.rpartition(".")[2] for name in names]
     return tuple(sorted(set(names)) if isinstance(units, Set) else dict.fromkeys(names))
 

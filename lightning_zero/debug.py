@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from lightning.fabric.wrappers import _FabricModule
@@ -17,7 +16,6 @@ from lightning_zero.engine.full import average_into, check_between_steps, gather
 from lightning_zero.errors import DivergenceError, ParameterAccessError, UnsupportedOptimizerError
 from lightning_zero.offload.host import OffloadedTensor
 from lightning_zero.optim.gradients import gradient_norm
-from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.optim.whole import WholeState
 from lightning_zero.shards.slice import Slice
 
@@ -30,16 +28,7 @@ __all__ = [
     "full_parameters",
     "grad_norm",
     "local_slices",
-    "note_optimizers",
 ]
-
-# Weak on both sides: an optimizer holds its engine, and a strong value would keep its own key alive for good.
-_OPTIMIZERS: WeakKeyDictionary[ZeroEngine, list[ref[ShardedOptimizer]]] = WeakKeyDictionary()
-
-
-def note_optimizers(engine: ZeroEngine, optimizers: Sequence[ShardedOptimizer]) -> None:
-    """Remember which optimizers step on an engine's shards."""
-    _OPTIMIZERS[engine] = [ref(optimizer) for optimizer in optimizers]
 
 
 @contextmanager
@@ -212,7 +201,7 @@ def full_optimizer_state(module: nn.Module, name: str, key: str) -> Any:
     engine, one = _locate(module, name)
     engine.agree(f"full_optimizer_state('{one.name}', '{key}')")
     known: list[str] | None = None
-    for optimizer in _optimizers(engine):
+    for optimizer in engine.optimizers:
         if one not in optimizer.entries:
             continue
         state = optimizer.named_state().get(one.name, WholeState())
@@ -296,7 +285,7 @@ class LocalSlice:
     @property
     def state(self) -> dict[str, Any]:
         """By key: 1-D tensors, to read and to edit, and numbers such as ``step``. Empty before the first step."""
-        for optimizer in _optimizers(self._engine):
+        for optimizer in self._engine.optimizers:
             if self._slice in optimizer.entries:
                 if optimizer.rule == "whole":
                     raise UnsupportedOptimizerError(
@@ -378,10 +367,6 @@ def _slices(engine: ZeroEngine, module: nn.Module, write: bool) -> Iterator[Loca
         wrote = engine.control.any_of(torch.tensor([unit.index in written for unit in engine.units])).tolist()
         if any(wrote):
             engine.masters_changed([index for index, had in enumerate(wrote) if had])
-
-
-def _optimizers(engine: ZeroEngine) -> list[ShardedOptimizer]:
-    return [optimizer for weak in _OPTIMIZERS.get(engine, []) if (optimizer := weak()) is not None]
 
 
 def _locate(module: nn.Module, name: str) -> tuple[ZeroEngine, Slice]:

@@ -7,7 +7,7 @@ import os
 import torch
 
 from lightning_zero import HostOffload
-from lightning_zero.session.offloading import step_threads
+from lightning_zero.session.session import step_threads
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -160,7 +160,7 @@ class ZeroEngine:
         self.reduce_gradients = True
         self.updating = False
         """Whether an optimizer step has begun and not ended: masters may be half updated."""
-        self.listeners: list[Callable[[], None]] = []
+        self.optimizers: list[Any] = []  # as they step on shards
         """Called when masters were written from outside."""
         self._reducer: GradientReducer | None = None  # while training
         self.access = ParameterAccess(self)
@@ -609,8 +609,8 @@ class ZeroEngine:
         self.after_optimizer_step(written)
         self.updating = updating
         self._schedule.void(())
-        for listener in self.listeners:
-            listener()
+        for optimizer in self.optimizers:
+            optimizer.masters_changed()
 
     # ------------------------------------------------------------ user code
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_zero.registry import extension, installed
@@ -86,7 +86,8 @@ def renamed(
 ) -> dict[str, Any]:
     """The stored values under the module's names, which may have another prefix.
 
-    A prefix has to make most names fit; with ``strict``, one that makes all fit comes before others.
+    A prefix has to make most names fit; with ``strict``, one that makes all fit comes before others. If several do,
+    which of them is meant is not known, and names stay what they are.
 
     Args:
         stored: by name.
@@ -95,42 +96,27 @@ def renamed(
         strict: whether all have to fit.
     """
     plain = [unwrapped(name) for name in stored]
-    ways = [(*_fit(plain, names, strict), names) for names in known]
-    _, changes, names = max(ways, key=lambda way: way[0])
-    cut, add = changes[0] if len(changes) == 1 else ("", "")
-    if changes:
-        differ = f"The names in '{os.fspath(path)}' are the module's "
-        how = [
-            " and ".join([f"without their prefix '{cut}'"] * bool(cut) + [f"with '{add}' put before them"] * bool(add))
-            for cut, add in changes
-        ]
-        if len(changes) == 1:
-            rank_zero_info(f"{differ}{how[0]}: loading them under those.")
-        else:
-            rank_zero_warn(
-                f"{differ}{' and also '.join(how)}: which of them is meant is not known, so that they are left as they "
-                "are. Save the weights under the module's names."
-            )
-    found = {}
-    for name, value in stored.items():
-        found[names.get(add + unwrapped(name).removeprefix(cut), name)] = value
-    return found
+
+    def way(names: Mapping[str, str]) -> tuple[int, str, str]:
+        cut, add = _prefix_change(plain, names, strict)
+        return sum(add + name.removeprefix(cut) in names for name in plain), cut, add
+
+    (_, cut, add), names = max(((way(names), names) for names in known), key=lambda found: found[0][0])
+    if cut or add:
+        how = " and ".join(
+            [f"without their prefix '{cut}'"] * bool(cut) + [f"with '{add}' put before them"] * bool(add)
+        )
+        rank_zero_info(f"The names in '{os.fspath(path)}' are the module's {how}: loading them under those.")
+    return {names.get(add + unwrapped(name).removeprefix(cut), name): value for name, value in stored.items()}
 
 
-def _fit(stored: Collection[str], own: Collection[str], strict: bool) -> tuple[int, list[tuple[str, str]]]:
-    """How many stored names become the module's by a change of their prefix, and the change; two are ambiguous."""
-    changes = _prefix_changes(stored, own, strict)
-    cut, add = changes[0] if len(changes) == 1 else ("", "")
-    return sum(add + name.removeprefix(cut) in own for name in stored), changes
-
-
-def _prefix_changes(stored: Collection[str], own: Collection[str], strict: bool) -> list[tuple[str, str]]:
-    """What could be cut off all stored names, or put before them, to make them the module's; at most two ways.
+def _prefix_change(stored: Collection[str], own: Collection[str], strict: bool) -> tuple[str, str]:
+    """What to cut off the stored names, and to put before them, to make them the module's; nothing if several ways do.
 
     DDP's ``module.`` may be replaced by another prefix.
     """
-    if any(name in own for name in stored):
-        return []
+    if not stored or any(name in own for name in stored):
+        return "", ""
     longer: dict[str, list[str]] = {}
     for name in own:
         for rest in _rests(name):
@@ -139,12 +125,12 @@ def _prefix_changes(stored: Collection[str], own: Collection[str], strict: bool)
     for name in stored:
         counts.update(("", prefix) for prefix in longer.get(name, ()))
         counts.update((name[: -len(rest)], "") for rest in _rests(name) if rest in own)
-    most = counts.most_common(2)
-    all_fit = [change for change, count in most if strict and count == len(stored)]
-    changes = all_fit or [change for change, count in most if count > len(stored) // 2]
-    if changes or not stored or not all(name.startswith(_DDP) for name in stored):
-        return changes
-    return [(_DDP + cut, add) for cut, add in _prefix_changes([n.removeprefix(_DDP) for n in stored], own, strict)]
+    all_fit = [change for change, count in counts.items() if strict and count == len(stored)]
+    changes = all_fit or [change for change, count in counts.items() if count > len(stored) // 2]
+    if not changes and all(name.startswith(_DDP) for name in stored):
+        cut, add = _prefix_change([name.removeprefix(_DDP) for name in stored], own, strict)
+        return (_DDP + cut, add) if cut or add else ("", "")
+    return changes[0] if len(changes) == 1 else ("", "")
 
 
 def _rests(name: str) -> Iterator[str]:

@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.activations import Activations
-from lightning_zero.comm import Collectives, Exchange, Groups, Streams, choose_collectives
-from lightning_zero.config import SessionSettings
+from lightning_zero.comm import Collectives, ControlGroup, Exchange, Groups, Streams, choose_collectives
+from lightning_zero.config import HostOffload, NvmeOffload, Offload, SessionSettings
 from lightning_zero.engine import BufferBroadcast, ZeroEngine, engine_of
 from lightning_zero.engine.full import give_back, whole_gradients
 from lightning_zero.errors import ParameterAccessError, some
 from lightning_zero.meta import MetaValues
+from lightning_zero.offload import MemoryTiers
 from lightning_zero.optim.agreement import agree_on_set_up
 from lightning_zero.optim.rules import optimizer_rule
 from lightning_zero.optim.sharded import ShardedOptimizer
-from lightning_zero.plan import check_memory
+from lightning_zero.optim.stepper import Steps
+from lightning_zero.plan import Plan, check_memory
 from lightning_zero.plan.costs import ZeroPlan, build_plan
 from lightning_zero.registry import extension
 from lightning_zero.session.checkpoints import Checkpoints
 from lightning_zero.session.module_state import ModuleState, load_initial_weights
-from lightning_zero.session.offloading import make_steps, make_tiers
 from lightning_zero.session.optimizer_state import OptimizerState, cut_anew, read_into_memory
 from lightning_zero.shards.binding import is_absent
 
-__all__ = ["Dtypes", "ZeroSession"]
+__all__ = ["Dtypes", "ZeroSession", "make_steps", "make_tiers", "step_threads"]
 
 
 class Dtypes:
@@ -78,7 +80,8 @@ class ZeroSession:
 
     Attributes:
         checkpoints: what saves and loads.
-        relaying: around what lays the module out anew in the middle of a run; every rank.
+        check_trainer: refuses a module that something else trains now, by raising; called with it before a step.
+        before_thaw: called before the module is laid out anew in the middle of a run, which it may refuse.
     """
 
     def __init__(
@@ -99,7 +102,8 @@ class ZeroSession:
         self._buffers: BufferBroadcast | None = None
         self._activations: Activations | None = None
         self._adapters: dict[int, ShardedOptimizer] = {}
-        self.relaying: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.check_trainer: Callable[[nn.Module], object] = lambda module: None
+        self.before_thaw: Callable[[], object] = lambda: None
         self._dtypes: Dtypes = Dtypes()
         self._schedulers: Sequence[Mapping[str, Any]] = ()
         self._writable = True
@@ -154,6 +158,7 @@ class ZeroSession:
                 self._engine = existing  # sharded by an earlier run just as it is wanted now
                 existing.plan = plan  # buffers may have been added or replaced
                 existing.tiers.wake()
+                existing.access.check_trainer = self.check_trainer
                 return
             torn = existing.updating
             give_back(existing)  # other settings, or parameters that were frozen or thawed since
@@ -169,7 +174,7 @@ class ZeroSession:
         except BaseException:
             tiers.close()
             raise
-        self._engine.updating = torn
+        self._engine.updating, self._engine.access.check_trainer = torn, self.check_trainer
         policy = self.settings.checkpoint
         if existing is None and policy.initial_weights is not None:  # otherwise it has been trained, and goes on
             stored = load_initial_weights(
@@ -234,29 +239,29 @@ class ZeroSession:
                 f"{some(thawed)} thawed in the middle of a fit, with an optimizer that needs a closure: it keeps whole "
                 "parameters. Thaw before the fit."
             )
-        with self.relaying():
-            gradients = whole_gradients(former)
-            optimizers = [adapter.optimizer for adapter in self._adapters.values()]
-            states = [adapter.named_state() for adapter in self._adapters.values()]
-            former.control.together("read optimizer state from files", lambda: read_into_memory(states))
-            for adapter in self._adapters.values():
-                adapter.hand_over()
-            if self._activations is not None:
-                self._activations.detach()
-            self.shard(former.module, self._dtypes, cast=False)
-            engine, former.updating = self.engine, True  # slices that user code has kept are not of this engine
-            engine.spans.observers, engine.reduce_gradients = former.spans.observers, former.reduce_gradients
-            if self._buffers is not None:
-                self._buffers.go_on(engine)
-            self._prepare_training()
-            states = [cut_anew(state, former, engine) for state in states]
-            self.shard_optimizers(optimizers, self._schedulers, writable=self._writable)
-            for adapter, state in zip(self._adapters.values(), states, strict=True):
-                adapter.load_named_state(state, [{} for _ in adapter.optimizer.param_groups])
-            for parameter, gradient in gradients.items():
-                binding = engine.access.bindings[parameter]
-                if binding.bucket is not None:  # else it was frozen at the same time, and its gradient goes
-                    engine.access.keep_gradient(binding, gradient)
+        self.before_thaw()
+        gradients = whole_gradients(former)
+        optimizers = [adapter.optimizer for adapter in self._adapters.values()]
+        states = [adapter.named_state() for adapter in self._adapters.values()]
+        former.control.together("read optimizer state from files", lambda: read_into_memory(states))
+        for adapter in self._adapters.values():
+            adapter.hand_over()
+        if self._activations is not None:
+            self._activations.detach()
+        self.shard(former.module, self._dtypes, cast=False)
+        engine, former.updating = self.engine, True  # slices that user code has kept are not of this engine
+        engine.spans.observers, engine.reduce_gradients = former.spans.observers, former.reduce_gradients
+        if self._buffers is not None:
+            self._buffers.go_on(engine)
+        self._prepare_training()
+        states = [cut_anew(state, former, engine) for state in states]
+        self.shard_optimizers(optimizers, self._schedulers, writable=self._writable)
+        for adapter, state in zip(self._adapters.values(), states, strict=True):
+            adapter.load_named_state(state, [{} for _ in adapter.optimizer.param_groups])
+        for parameter, gradient in gradients.items():
+            binding = engine.access.bindings[parameter]
+            if binding.bucket is not None:  # else it was frozen at the same time, and its gradient goes
+                engine.access.keep_gradient(binding, gradient)
 
     def shard_optimizers(
         self, optimizers: Sequence[Optimizer], schedulers: Sequence[Mapping[str, Any]] = (), writable: bool = True
@@ -299,7 +304,7 @@ class ZeroSession:
                 writable=writable and not engine.plan.placement.shards_parameters,
                 steps=steps,
             )
-        engine.listeners = [adapter.masters_changed for adapter in self._adapters.values()]
+        engine.optimizers = self.adapters
 
     def adapter(self, optimizer: Optimizer) -> ShardedOptimizer:
         """The sharded view of one of the optimizers of ``shard_optimizers``; ``KeyError`` for any other."""
@@ -417,3 +422,44 @@ def _own_engine(module: nn.Module, is_running: Callable[[nn.Module], bool]) -> Z
                 "lightning_zero.full_parameters(module):`, on every rank."
             )
     return own
+
+
+def make_tiers(
+    offload: Offload | None,
+    plan: Plan,
+    control: ControlGroup,
+    device: torch.device,
+    streams: Streams | None = None,
+    local_rank: int = 0,
+) -> MemoryTiers:
+    """Memory for an engine, by tier.
+
+    Collective: every rank; ``OffloadError`` on all, if the files of one cannot be made.
+    """
+    if isinstance(offload, NvmeOffload):
+        return cast(MemoryTiers, extension("nvme").make_tiers(offload, plan, control, device, streams, local_rank))
+    pin = offload.pin_mib if isinstance(offload, HostOffload) else None
+    return MemoryTiers(device, streams, pin_nbytes=None if pin is None else int(pin * 2**20))
+
+
+def make_steps(engine: ZeroEngine, local_ranks: int) -> Steps | None:
+    """How optimizers update an engine's offloaded masters; ``None`` without offload."""
+    offload = engine.plan.offload
+    if offload is None or not offload.optimizer:
+        return None
+    threads = step_threads(offload, local_ranks, engine.device)
+    steps = Steps(threads=threads, publish=engine.unit_stepped, agree=engine.agree_stepped)
+    return cast(Steps, extension("nvme").make_steps(engine, steps)) if isinstance(offload, NvmeOffload) else steps
+
+
+def step_threads(offload: Offload, local_ranks: int, device: torch.device) -> int:
+    """Threads a step on the host computes with: what the policy says, or this rank's share of the cores.
+
+    On a CPU not more than torch computes with there anyway: more could be against the user's will, and would hang in a
+    process that was forked from one which has used them (OpenMP does not survive a fork).
+    """
+    if offload.threads is not None:
+        return offload.threads
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = max(1, cores // max(1, local_ranks))
+    return min(share, torch.get_num_threads()) if device.type == "cpu" else share

@@ -30,15 +30,19 @@ from lightning_zero._torch import compiler_of_frames, opaque_to_dynamo, tree_map
 from lightning_zero.checkpoint import StoredTensor
 from lightning_zero.checkpoint.consolidated import SUMMARY_KEY
 from lightning_zero.config import SessionSettings, StageLike, TimeoutLike, validate_timeout
-from lightning_zero.debug import note_optimizers
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.optim.gradients import clip_by_norm, clip_by_value, gradient_norm
 from lightning_zero.session.module_state import left_out_of
 from lightning_zero.session.session import ZeroSession
 from lightning_zero.trainer.callbacks import refuse_synced_norms
-from lightning_zero.trainer.foreign import answer_foreign_names
-from lightning_zero.trainer.precision import ZeroPrecision
-from lightning_zero.trainer.processes import DEFAULT_TIMEOUT, Processes, StartMethod, leave_group_of_one
+from lightning_zero.trainer.precision import precision_property
+from lightning_zero.trainer.processes import (
+    DEFAULT_TIMEOUT,
+    Processes,
+    StartMethod,
+    answer_foreign_names,
+    leave_group_of_one,
+)
 
 __all__ = ["ZeroFabricStrategy"]
 
@@ -84,15 +88,6 @@ def _refuse_compilation() -> None:
             "torch.compile cannot look into the step of a sharded module. In place of `fabric.setup(torch.compile("
             "model))`, call `model.compile()` (or `layer.compile()`), then `fabric.setup(model)`."
         )
-
-
-def _refuse_returned(thing: Any) -> None:
-    """TypeError for a module or an optimizer that a function returns whose processes, and their shards, then end."""
-    kind = type(getattr(thing, "module", getattr(thing, "optimizer", thing))).__name__
-    raise TypeError(
-        f"The function of `fabric.launch` returned {kind}, of which every process has a part, and which ends with "
-        "them. Save it in the function by `fabric.save`, or return what `with full_parameters(model):` gives of it."
-    )
 
 
 class _Workers(_MultiProcessingLauncher):
@@ -176,25 +171,15 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
             raise RuntimeError("No module is sharded yet: call `fabric.setup(model, optimizer)` on every rank first.")
         return self._session
 
-    @property
-    def precision(self) -> ZeroPrecision:
-        """The precision in this package's terms, whatever Fabric was given."""
-        self._precision: ZeroPrecision | None = self._precision or ZeroPrecision()
-        return self._precision
-
-    @precision.setter
-    def precision(self, precision: Precision | None) -> None:
-        self._precision = None if precision is None else ZeroPrecision.convert(precision)
+    precision: Any = precision_property("_precision")
 
     def run_in_worker(self, function: Callable[..., Any], path: Path, *args: Any, **kwargs: Any) -> None:
         """Run what ``fabric.launch`` was given, and write what this machine's first process returns to ``path``.
 
-        ``TypeError`` if that is a sharded module or an optimizer. Collective: every rank.
+        Sharded modules and their optimizers cannot be pickled. Collective: every rank.
         """
         try:
-            kinds = (_ShardedModule, wrappers._FabricModule, wrappers._FabricOptimizer, Optimizer)
             returned = function(*args, **kwargs)
-            apply_to_collection(returned, kinds, _refuse_returned)
             self._begin_session().rest()
             if self.local_rank == 0:
                 torch.save(returned, path)
@@ -226,30 +211,22 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
             )
         refuse_synced_norms(module, self.root_device)
         session = self._begin_session()
+        session.check_trainer = self._refuse_other_strategies
         session.shard(module, self.precision)
-        session.relaying = self._relaying
         session.checkpoints.begin(training=True)
         with without_swaps():
             module.to(self.root_device)  # what is neither a parameter nor a buffer of the engine (metric states)
         self.precision.attach(self.root_device, session.engine.totals, self.adapter)
         session.begin(training=any(parameter.requires_grad for parameter in module.parameters()))
-        with self._relaying():
-            self._module = _ShardedModule(module, session, self.precision.param_dtype)
+        self._module = _ShardedModule(module, session, self.precision.param_dtype)
         return self._module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Shard one more optimizer of the module that is set up. Collective: every rank."""
         optimizers = [*self._optimizers, optimizer]
-        with self._relaying():
-            self.session.shard_optimizers(optimizers, writable=self.precision.param_dtype is None)
+        self.session.shard_optimizers(optimizers, writable=self.precision.param_dtype is None)
         self._optimizers = optimizers
         return optimizer
-
-    @contextmanager
-    def _relaying(self) -> Iterator[None]:
-        yield
-        note_optimizers(self.session.engine, self.session.adapters)
-        self.session.engine.access.check_trainer = self._refuse_other_strategies
 
     def _refuse_other_strategies(self, module: nn.Module) -> None:
         if wrappers._in_fabric_backward and not self._in_backward:

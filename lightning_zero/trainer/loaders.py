@@ -24,29 +24,26 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_zero._torch import tree_leaves, tree_map_only
-from lightning_zero.config import LoaderPolicy, Uneven
+from lightning_zero._torch import tree_map_only
+from lightning_zero.config import Uneven
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import DivergenceError, some
 from lightning_zero.shards.slice import fingerprint
 from lightning_zero.trainer.callbacks import Replaced
-from lightning_zero.trainer.processes import Processes
 
-__all__ = ["Batches", "NoBatch", "first_batch"]
+__all__ = ["NoBatch", "Signals", "first_batch", "lock_loaders"]
 
 Agree = Callable[[str, Sequence[int]], list[list[int]]]
 
@@ -65,6 +62,7 @@ class Signals:
     """What signals ask of a run: see [Note: signals]. ``engine`` is asked for while a fit runs."""
 
     def __init__(self, trainer: Any, engine: Callable[[], ZeroEngine], replaced: Replaced) -> None:
+        """Take the place of Lightning's handlers, before it installs them. Local."""
         self.connector = connector = trainer._signal_connector  # 2.6
         self._trainer, self._engine = trainer, engine
         self._asked = 0  # of this rank, in this run
@@ -127,80 +125,49 @@ class Signals:
             self.connector.received_sigterm = True  # Lightning ends the fit before the next batch
 
 
-class Batches(Processes, ParallelStrategy):
-    """What Lightning asks a strategy about data, and the signals that a Trainer handles."""
+def lock_loaders(strategy: Any, trainer: Any, replaced: Replaced) -> None:
+    """Have what the loops of a Trainer fetch from end on all ranks together, where the ranks need one another. Local.
 
-    loaders: LoaderPolicy
-    may_lack = False
-    """Whether a training step may get no batch."""
-    _signals: Signals
+    ``strategy``: the Trainer's ``ZeroStrategy``, whose ``may_lack`` is set where a training step may get no batch.
+    """
+    loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
+    for loop in (*loops, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        replaced.put(loop._data_source, "dataloader", partial(_in_step, strategy, trainer, loop))  # 2.6
 
-    if TYPE_CHECKING:
 
-        @property
-        def engine(self) -> ZeroEngine: ...
+def _in_step(strategy: Any, trainer: Any, loop: Any, request: Callable[[], Any]) -> Callable[[], Any]:
+    name = loop._data_source.name
+    step = _STEPS[name.removesuffix("_dataloader")]
+    training = step == "training_step"
 
-        def run_step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, without: bool) -> Any: ...
-
-    def listen(self, trainer: Any, replaced: Replaced) -> None:
-        """Take the place of Lightning's handlers, before it installs them, and of what its loops fetch from. Local."""
-        self._signals = Signals(trainer, lambda: self.engine, replaced)
-        self.may_lack = False
-        loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
-        for loop in (*loops, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            replaced.put(loop._data_source, "dataloader", partial(self._in_step, trainer, loop))  # 2.6
-
-    def on_train_start(self) -> None:
-        """From here on others are told of signals."""
-        super().on_train_start()
-        self._signals.begin()
-
-    def on_train_end(self) -> None:
-        """The last time that others are told of signals. Collective: every rank."""
-        self._signals.end()
-        super().on_train_end()
-
-    def _in_step(self, trainer: Any, loop: Any, request: Callable[[], Any]) -> Callable[[], Any]:
-        """``request``, whose loaders end on all ranks together where the ranks need one another."""
-        name = loop._data_source.name
-        step = _STEPS[name.removesuffix("_dataloader")]
-        training = step == "training_step"
-
-        def dataloader() -> Any:
-            given, module = request(), trainer.lightning_module
-            policy = self.loaders.training if training else self.loaders.evaluation
-            listens = not training and not self.settings.placement.shards_parameters  # to signals
-            free = listens and policy == "join" and trainer.state.fn != TrainerFn.FITTING
-            by_hand = is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True)
-            if self.world_size == 1 or free or by_hand:
-                return given
-            if training and policy == "join" and not module.automatic_optimization:
+    def dataloader() -> Any:
+        given, module = request(), trainer.lightning_module
+        policy = strategy.loaders.training if training else strategy.loaders.evaluation
+        listens = not training and not strategy.placement.shards_parameters  # to signals
+        free = listens and policy == "join" and trainer.state.fn != TrainerFn.FITTING
+        by_hand = is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True)
+        if strategy.world_size == 1 or free or by_hand:
+            return given
+        if training and policy == "join":
+            if not module.automatic_optimization:
                 raise ValueError(
                     "LoaderPolicy(training='join') leaves training_step out on ranks without a batch, and with it, in "
                     "manual optimization, the backward that the others wait for. Use 'error' or 'stop'."
                 )
-            self.may_lack = self.may_lack or (training and policy == "join")
-            mode = "max_size_cycle" if training else "sequential"
-            combined = given if isinstance(given, CombinedLoader) else CombinedLoader(given, mode)  # type: ignore[arg-type]
-            lock_step = _LockStep(name, policy, self.engine.agree)
-            if not training:
-                lock_step.evaluates(partial(self._take_part, step), listens, loop.batch_progress)
-            return _InLockStep.of(combined, lock_step)
+            strategy.may_lack = True
+        mode = "max_size_cycle" if training else "sequential"
+        return _InLockStep.of(
+            given if isinstance(given, CombinedLoader) else CombinedLoader(given, mode),  # type: ignore[arg-type]
+            _name=name,
+            _policy=policy,
+            _agree=strategy.engine.agree,
+            _ways=_WAYS.format("training" if training else "evaluation"),
+            _take_part=None if training else partial(strategy.take_part, step),
+            _listens=listens,
+            _progress=None if training else loop.batch_progress,
+        )
 
-        return dataloader
-
-    def _take_part(self, step: str) -> None:
-        self.run_step(step, (), {}, without=True)
-        if self._signals.connector.received_sigterm:  # as Lightning's loops end between two batches of a validation
-            raise SIGTERMException
-
-    def lacks_batch(self, *called: Any) -> bool:
-        """Whether there is no batch in what a training step is called with."""
-        return self.may_lack and any(isinstance(leaf, NoBatch) for leaf in tree_leaves(called))
-
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """The user's way to bring a batch to the device, if there is one."""
-        return batch if isinstance(batch, NoBatch) else super().batch_to_device(batch, device, dataloader_idx)
+    return dataloader
 
 
 class NoBatch:
@@ -221,80 +188,65 @@ class NoBatch:
 
 
 class _InLockStep(CombinedLoader):
-    """A user's loaders, in a copy of what combines them, which end on all ranks together."""
+    """A user's loaders, in a copy of what combines them, which end on all ranks together.
 
-    _lock_step: _LockStep
+    ``_take_part``: in evaluation, where Lightning's loops do not need one another: take part in a step of the others.
+    """
+
+    _name: str  # alike on all ranks, for messages
+    _policy: Uneven
+    _ways: str  # out of it
+    _agree: Agree
+    _listens: bool  # whether signals are to be told of with each batch in any case
+    _progress: Any
+    _take_part: Callable[[], None] | None
+    _length: int | None  # what Lightning is told. With none it fetches one batch ahead of the step
 
     @staticmethod
-    def of(combined: CombinedLoader, lock_step: _LockStep) -> CombinedLoader:
+    def of(combined: CombinedLoader, **settings: Any) -> CombinedLoader:
         new, kind = copy.copy(combined), type(combined)
         new.__class__ = type(kind.__name__, (_InLockStep, kind), {})
-        vars(new)["_lock_step"] = lock_step
+        vars(new).update(settings)
         return new
 
     def __iter__(self) -> Any:
+        """Begin a pass: compare the lengths of all loaders together, whether these are the numbers of batches to come,
+        and what they consist of. Collective: every rank."""
         super().__iter__()
         parts: list[Any] = self.flattened
         certain = all(isinstance(part, DataLoader) and not isinstance(part.dataset, IterableDataset) for part in parts)
         each = [sized_len(part) for part in parts] if self._mode == "sequential" else []
         length = sized_len(self._iterator)
-        self._lock_step.begin(-1 if length is None else length, certain, fingerprint(str(each)))
+        self._asked, self._count, self._has = 0, 0, True
+        self._held: Any = None
+        self._error: DivergenceError | None = None
+        row = [-1 if length is None else length, int(certain), fingerprint(str(each))]
+        rows = self._agree(f"the length of the {self._name}", row)
+        lengths = [row[0] for row in rows]
+        least, most = min(lengths), max(lengths)
+        self._alike = certain and least >= 0 and all(row == rows[0] for row in rows)
+        if self._take_part is None or self._alike:
+            self._length = (least if self._policy == "stop" else most) if least >= 0 else None
+        else:
+            self._length = sys.maxsize  # not ahead: what is taken part in belongs before the next step
+        if 0 <= least < most and self._policy == "error":
+            rank_zero_warn(
+                f"The {self._name} has {least} batches on rank {lengths.index(least)} and {most} on rank "
+                f"{lengths.index(most)}. A run that comes to the end of the shorter one ends with an error. "
+                f"{self._ways}"
+            )
         return self
 
-    def __next__(self) -> Any:
-        return self._lock_step.next(super().__next__)
-
     def __len__(self) -> int:
-        length = self._lock_step.length if self._iterator is not None else super().__len__()
+        length = self._length if self._iterator is not None else super().__len__()
         if length is None:
             raise TypeError("These loaders have no length that all ranks agree on.")
         return length
 
-
-class _LockStep:
-    """One rank's side of loaders that end on all ranks together. ``name`` is alike on all of them, for messages;
-    ``agree`` exchanges numbers with them, given what for."""
-
-    _take_part: Callable[[], None] | None = None
-    """In evaluation, where Lightning's loops do not need one another: take part in a step of the others."""
-    _listens = False
-    """Whether signals are to be told of with each batch in any case."""
-
-    def __init__(self, name: str, policy: Uneven, agree: Agree) -> None:
-        self._name, self._policy, self._agree, self._ways = name, policy, agree, _WAYS.format("training")
-        self.length: int | None = None
-        """What Lightning is told. With none it fetches one batch ahead of the step."""
-
-    def evaluates(self, take_part: Callable[[], None], listens: bool, progress: Any) -> None:
-        """Serve a loop of evaluation, whose progress this is."""
-        self._take_part, self._listens, self._progress = take_part, listens, progress
-        self._ways = _WAYS.format("evaluation")
-
-    def begin(self, length: int, certain: bool, each: int) -> None:
-        """Compare lengths, at the beginning of each pass: that of all loaders together (-1: nobody knows), whether that
-        is the number of batches to come, and a number for what they consist of. Collective: every rank."""
-        self._asked, self._count, self._has, self._held = 0, 0, True, None
-        self._error: DivergenceError | None = None
-        rows = self._agree(f"the length of the {self._name}", [length, int(certain), each])
-        lengths = [row[0] for row in rows]
-        known = min(lengths) >= 0
-        self._alike = known and all(row == rows[0] for row in rows) and certain
-        if self._take_part is None or self._alike:
-            ends = min if self._policy == "stop" else max
-            self.length = ends(lengths) if known else None
-        else:
-            self.length = sys.maxsize  # not ahead: what is taken part in belongs before the next step
-        if known and self._policy == "error" and max(lengths) > min(lengths):
-            rank_zero_warn(
-                f"The {self._name} has {min(lengths)} batches on rank {lengths.index(min(lengths))} and "
-                f"{max(lengths)} on rank {lengths.index(max(lengths))}. A run that comes to the end of the shorter one "
-                f"ends with an error. {self._ways}"
-            )
-
-    def next(self, fetch: Callable[[], Any]) -> Any:
+    def __next__(self) -> Any:
         """The next batch with its numbers, once all ranks have said whether they have one. Collective: every rank."""
         if self._alike:
-            found = fetch()
+            found = super().__next__()
             if self._listens:
                 self._agree(f"a batch of the {self._name}", [])
             return found
@@ -303,7 +255,7 @@ class _LockStep:
                 raise self._error
             if self._has and self._held is None:
                 try:
-                    self._held = fetch()
+                    self._held = super().__next__()
                 except StopIteration:
                     self._has = False
             at = _OUT if self._held is None else self._held[2]  # the loader's number, if they follow one another
@@ -336,12 +288,11 @@ class _LockStep:
 
     def _fail(self, late: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
         """Raise, or do so when the next batch is fetched: one that was fetched ahead is perhaps never used."""
-        left = [rank for rank in range(len(rows)) if rank not in late]
         ended = ", ".join(f"rank {rank} after {rows[rank][1]} batches" for rank in late[:4])
-        self._error = DivergenceError(
-            f"The {self._name} has ended on {ended}, and has one more on rank {some(left)}. {self._ways}"
-        )
-        if self.length is not None:
+        left = some(rank for rank in range(len(rows)) if rank not in late)
+        what = f"The {self._name} has ended on {ended}, and has one more on rank {left}."
+        self._error = DivergenceError(f"{what} {self._ways}")
+        if self._length is not None:
             raise self._error
 
 

@@ -37,7 +37,7 @@ from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.plan.plan import MIXED_DTYPES, TRUE_DTYPES
 from lightning_zero.session.session import Dtypes
 
-__all__ = ["PrecisionName", "ZeroPrecision"]
+__all__ = ["PrecisionName", "ZeroPrecision", "precision_property", "unwrapped"]
 
 BuffersName = Literal["cast", "keep"]
 PrecisionName = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
@@ -353,6 +353,21 @@ class ZeroPrecision(Dtypes, Precision):
         if self._adapter is None:
             raise RuntimeError("ZeroPrecision only works together with ZeroStrategy: Trainer(strategy='zero3', ...).")
         return self._adapter(optimizer)
+
+
+def precision_property(place: str) -> property:
+    """The plugin of a strategy, in the attribute ``place``: in this package's terms, whatever Lightning gives it."""
+
+    def get(strategy: Any) -> ZeroPrecision:
+        if getattr(strategy, place, None) is None:
+            setattr(strategy, place, ZeroPrecision())
+        plugin: ZeroPrecision = getattr(strategy, place)
+        return plugin
+
+    def put(strategy: Any, plugin: fabric.Precision | None) -> None:
+        setattr(strategy, place, None if plugin is None else ZeroPrecision.convert(plugin))
+
+    return property(get, put)
 
 
 @contextmanager

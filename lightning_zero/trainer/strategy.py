@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,13 +14,14 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero._torch import without_swaps
+from lightning_zero._torch import tree_leaves, without_swaps
 from lightning_zero.comm.control import current_watch
 from lightning_zero.config import (
     ActivationsLike,
@@ -39,19 +41,20 @@ from lightning_zero.config import (
     validate_loaders,
     validate_timeout,
 )
-from lightning_zero.debug import note_optimizers
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.optim.state import ConstantState
 from lightning_zero.session.checkpoints import Checkpoints, require_lightning
 from lightning_zero.session.module_state import left_out_of
-from lightning_zero.trainer.averaging import average_slices, copy_whole
 from lightning_zero.trainer.callbacks import (
     TRAINERS,
     Replaced,
     UnmarkedModule,
     adapt_fit,
     adapt_set_up,
+    average_slices,
+    averaging,
+    copy_whole,
     gather_for_graphs,
     hold_schedulers,
     is_running,
@@ -60,10 +63,9 @@ from lightning_zero.trainer.callbacks import (
     refuse_unsynced,
     without_modules,
 )
-from lightning_zero.trainer.foreign import answer_foreign_names
-from lightning_zero.trainer.loaders import Batches
-from lightning_zero.trainer.precision import ZeroPrecision
-from lightning_zero.trainer.processes import DEFAULT_TIMEOUT, StartMethod
+from lightning_zero.trainer.loaders import NoBatch, Signals, lock_loaders
+from lightning_zero.trainer.precision import ZeroPrecision, precision_property
+from lightning_zero.trainer.processes import DEFAULT_TIMEOUT, Processes, StartMethod, answer_foreign_names
 
 __all__ = ["ZeroStrategy"]
 
@@ -71,7 +73,7 @@ _DEFAULT_POLICY = CheckpointPolicy()
 _DEFAULT_LOADERS = LoaderPolicy()
 
 
-class ZeroStrategy(Batches):
+class ZeroStrategy(Processes, ParallelStrategy):
     """ZeRO for an ordinary LightningModule: ``Trainer(strategy="zero3")``.
 
     Args:
@@ -159,8 +161,8 @@ class ZeroStrategy(Batches):
         self.process_group_backend, self._start_method = process_group_backend, start_method
         self._timeout = validate_timeout(timeout)
         self._replaced, self._held = Replaced(), Replaced()
+        self.may_lack = False  # whether a training step may get no batch
         self._laid_out = False  # in the running fit, validation, ...
-        self._averaging: list[Callback] = []  # callbacks that average slices
 
     def __repr__(self) -> str:
         """What Lightning shows where it takes a strategy of another kind."""
@@ -194,15 +196,7 @@ class ZeroStrategy(Batches):
         """What saves and loads this run: ``checkpoints.wait()`` returns when a background save is durable."""
         return self.session.checkpoints
 
-    @property
-    def precision_plugin(self) -> ZeroPrecision:
-        """The precision in this package's terms, whatever the Trainer was given."""
-        self._precision_plugin: ZeroPrecision | None = self._precision_plugin or ZeroPrecision()
-        return self._precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = None if precision_plugin is None else ZeroPrecision.convert(precision_plugin)
+    precision_plugin: Any = precision_property("_precision_plugin")
 
     def setup_environment(self) -> None:
         """Join the process group, and make callbacks ready for their own set-up. Collective: every rank."""
@@ -211,7 +205,9 @@ class ZeroStrategy(Batches):
         callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
         copy_whole(callbacks, self._module, self._replaced)
         adapt_set_up(self._module.trainer, self._module, self._replaced)
-        self.listen(self._module.trainer, self._replaced)
+        self._signals = Signals(self._module.trainer, lambda: self.engine, self._replaced)
+        self.may_lack = False
+        lock_loaders(self, self._module.trainer, self._replaced)
 
     # -------------------------------------------------------------------- setup
 
@@ -262,33 +258,29 @@ class ZeroStrategy(Batches):
             if self._layer_sync is not None:
                 self.model = self._layer_sync.apply(self._module)
             refuse_synced_norms(self._module, self.root_device)
-        self._begin_session().shard(self._module, self.precision_plugin, is_running, stored=stored)
-        self._wire()
-        self.session.relaying = self._relaying
+        session = self._begin_session()
+        session.check_trainer = partial(refuse_other_strategies, ZeroStrategy)
+        session.before_thaw = self._refuse_averages
+        session.shard(self._module, self.precision_plugin, is_running, stored=stored)
         self.checkpoints.begin(training=fitting)
         if self._absent:
-            self._averaging = average_slices(callbacks, self.session, self._module, self._replaced)
+            average_slices(callbacks, self.session, self._module, self._replaced)
         if fitting:
             policy, is_underway = self.settings.checkpoint, self.checkpoints.is_underway
             adapt_fit(trainer, self._module, policy, self._absent, is_underway, self._replaced)
 
-    def _wire(self) -> None:
-        self.engine.access.check_trainer = lambda module: refuse_other_strategies(ZeroStrategy, module)
-        note_optimizers(self.engine, self.session.adapters)
-
-    @contextmanager
-    def _relaying(self) -> Iterator[None]:
-        if self._averaging:
+    def _refuse_averages(self) -> None:
+        averages = averaging(self._module.trainer.callbacks) if self._absent else []  # type: ignore[attr-defined]
+        if averages:
             raise ParameterAccessError(
-                f"Parameters thawed in mid-fit, whose slices {type(self._averaging[0]).__name__} averages: they would "
-                "be cut anew. Thaw before the fit, or use stage 1 or 2 in full precision."
+                f"Parameters thawed in mid-fit, whose slices {type(averages[0]).__name__} averages: they would be cut "
+                "anew. Thaw before the fit, or use stage 1 or 2 in full precision."
             )
-        yield
-        self._wire()
 
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]
         """Where tensors are made while a module is built: on the host, because only parts stay on the device."""
-        return self.precision_plugin.module_init_context()
+        plugin: ZeroPrecision = self.precision_plugin
+        return plugin.module_init_context()
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Run ``configure_optimizers`` on the real parameters, then put shards there. Collective: every rank."""
@@ -296,29 +288,39 @@ class ZeroStrategy(Batches):
             super().setup_optimizers(trainer)
         schedulers = [vars(config) for config in self.lr_scheduler_configs]
         self.session.shard_optimizers(self.optimizers, schedulers, writable=self.precision_plugin.param_dtype is None)
-        self._wire()
 
     # -------------------------------------------------------------------- steps
 
     def on_train_start(self) -> None:
-        """Restore the random states of a resumed run: after all hooks of the start."""
+        """Restore the random states of a resumed run, after all hooks of the start. From here signals reach all."""
         super().on_train_start()
+        self._signals.begin()
         self.checkpoints.restore_random_state(self._module.trainer)
+
+    def on_train_end(self) -> None:
+        """The last time that signals reach all ranks. Collective: every rank."""
+        self._signals.end()
+        super().on_train_end()
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """The user's way to bring a batch to the device, if there is one."""
+        return batch if isinstance(batch, NoBatch) else super().batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``training_step``, with units gathered as they are called. So are those of the other steps."""
-        return self.run_step("training_step", args, kwargs, without=self.lacks_batch(args, kwargs))
+        without = self.may_lack and any(isinstance(leaf, NoBatch) for leaf in tree_leaves((args, kwargs)))
+        return self._run("training_step", args, kwargs, without=without)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run_step("validation_step", args, kwargs, without=False)
+        return self._run("validation_step", args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run_step("test_step", args, kwargs, without=False)
+        return self._run("test_step", args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run_step("predict_step", args, kwargs, without=False)
+        return self._run("predict_step", args, kwargs)
 
-    def run_step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, without: bool) -> Any:
+    def _run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, without: bool = False) -> Any:
         """Run a step of the user's, or ``without`` it all that the others need. Collective: every rank."""
         training, averaged = name == "training_step", self._module.automatic_optimization
         with self.precision_plugin.forward_context(), self.session.step(name, training=training, averaged=averaged):
@@ -326,6 +328,12 @@ class ZeroStrategy(Batches):
         if not training:
             self._signals.heed(between=True)
         return torch.zeros((), device=self.root_device, requires_grad=True) if without and training else result
+
+    def take_part(self, step: str) -> None:
+        """Take part in a step of evaluation that other ranks have a batch for. Collective: every rank."""
+        self._run(step, (), {}, without=True)
+        if self._signals.connector.received_sigterm:  # as Lightning's loops end between two batches of a validation
+            raise SIGTERMException
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward, after which gradients are reduced, then ``on_after_backward``. Collective: every rank."""
@@ -372,7 +380,7 @@ class ZeroStrategy(Batches):
         if self.accelerator is not None:
             self.accelerator.teardown()
         self._replaced.release()
-        self._laid_out, self._averaging = False, []
+        self._laid_out = False
         if self._session is not None:
             self._session.rest()
         if (watch := current_watch()) is not None:

@@ -97,18 +97,16 @@ def test_a_timeout_is_a_time_or_seconds(strategy: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"bucket_mib": 2e8}, r"is in elements\. For 2e\+08 elements write bucket_mib=763, or half"),
-        ({"bucket_mib": 500_000}, r"write bucket_mib=2, or half"),
-        ({"offload": "nvme"}, r"does not say in which directory\. Write offload=NvmeOffload\('/local'\)"),
-        ({"offload": "gpu"}, r"offload must be a HostOffload, an NvmeOffload or 'cpu', got 'gpu'"),
-        ({"offload": 1}, r"offload must be a HostOffload, an NvmeOffload or 'cpu', got 1"),
+        ({"offload": "nvme"}, r"offload must be a HostOffload, an NvmeOffload\('/local'\) or 'cpu', got 'nvme'"),
+        ({"offload": "gpu"}, r"offload must be a HostOffload, an .* got 'gpu'"),
+        ({"offload": 1}, r"offload must be a HostOffload, an .* got 1"),
         ({"stage": "4"}, r"ZeRO stage must be one of 1, 2, 3, got 4"),
         ({"stage": "three"}, r"ZeRO stage must be one of 1, 2, 3, got 'three'"),
         ({"units": 3}, r"units must be a list of class names"),
         ({"units": {Block, 3}}, r"units must hold class names such as 'Block', got 3"),
         ({"units": set()}, r"units must name at least one class, .* got set\(\)"),
-        ({"activations": True}, r"activations must be an ActivationPolicy, 'units' or class names .*, got True"),
-        ({"checkpoint": "full"}, r"checkpoint must be a CheckpointPolicy, 'sharded' or 'consolidated', got 'full'"),
+        ({"activations": True}, r"ActivationPolicy.checkpointing, .* must be a list of class names .*, got True"),
+        ({"checkpoint": "full"}, r"CheckpointPolicy.format must be one of sharded, consolidated, got 'full'"),
         ({"compression": "int8"}, r"got 'int8'\. Write Compression\(gradients='int8'\)"),
     ],
 )
@@ -118,7 +116,7 @@ def test_what_cannot_be_meant_is_refused_by_name(strategy: Any, given: dict[str,
 
 
 def test_loaders_that_nobody_knows() -> None:
-    with pytest.raises(ValueError, match="loaders must be a LoaderPolicy, 'error', 'join', 'stop'; got 'wait'"):
+    with pytest.raises(ValueError, match=r"LoaderPolicy\.training must be one of error, join, stop, got 'wait'"):
         ZeroStrategy(loaders="wait")  # type: ignore[arg-type]
 
 

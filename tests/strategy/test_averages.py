@@ -16,7 +16,7 @@ from torch.optim.swa_utils import get_ema_avg_fn, get_ema_multi_avg_fn, get_swa_
 
 from lightning_zero import HostOffload, NvmeOffload
 from lightning_zero.errors import ParameterAccessError
-from lightning_zero.trainer.averaging import _SHAPES, _check_elementwise
+from lightning_zero.trainer.callbacks import _SHAPES, _check_elementwise
 from tests.helpers.cases import WIDTH, Block
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world

@@ -329,24 +329,6 @@ def test_help_says_what_a_command_takes(capsys: pytest.CaptureFixture[str], comm
     assert all(option in told for option in {"inspect": ["--no-verify", "--tensors"]}.get(command, ["--dtype", "5GB"]))
 
 
-@pytest.mark.parametrize(
-    ("command", "function"),
-    [
-        ("inspect", "lightning_zero.extensions.inspection.contents.inspect_checkpoint"),
-        ("consolidate", "lightning_zero.checkpoint.consolidated.consolidate_checkpoint"),
-    ],
-)
-def test_an_interrupt_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, function: str
-) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(function, interrupted)
-    assert code_of(command, "a", *["b.ckpt"] * (command == "consolidate")) == 130
-    assert capsys.readouterr().err == f"lightning-zero {command}: interrupted\n"
-
-
 def test_the_exit_code_reaches_the_shell(tmp_path: Path) -> None:
     _, stderr = run_forked(["-m", "lightning_zero", "inspect", "missing.ckpt"], cwd=tmp_path, code=1)
     assert stderr.startswith("lightning-zero inspect: error: ")
