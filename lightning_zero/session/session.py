@@ -105,8 +105,7 @@ class ZeroSession:
         self.check_trainer: Callable[[nn.Module], object] = lambda module: None
         self.before_thaw: Callable[[], object] = lambda: None
         self._dtypes: Dtypes = Dtypes()
-        self._schedulers: Sequence[Mapping[str, Any]] = ()
-        self._writable = True
+        self._stepped: dict[str, Any] = {}  # what `shard_optimizers` got beside the optimizers
 
     @property
     def engine(self) -> ZeroEngine:
@@ -255,7 +254,7 @@ class ZeroSession:
             self._buffers.go_on(engine)
         self._prepare_training()
         states = [cut_anew(state, former, engine) for state in states]
-        self.shard_optimizers(optimizers, self._schedulers, writable=self._writable)
+        self.shard_optimizers(optimizers, **self._stepped)
         for adapter, state in zip(self._adapters.values(), states, strict=True):
             adapter.load_named_state(state, [{} for _ in adapter.optimizer.param_groups])
         for parameter, gradient in gradients.items():
@@ -280,7 +279,7 @@ class ZeroSession:
         Collective: every rank.
         """
         engine = self.engine
-        self._schedulers, self._writable = schedulers, writable
+        self._stepped = {"schedulers": schedulers, "writable": writable}
         for former in self._adapters.values():
             if former.optimizer not in optimizers:
                 former.retire()
