@@ -21,7 +21,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -229,7 +229,13 @@ class Snapshots:
         copy. The rest is a deep copy, which may raise whatever copying raises, for example ``TypeError`` for a lock.
         """
         with untracked():
-            sources = {id(tensor): (tensor, elements) for tensor, elements in _sources(checkpoint)}
+            # Every tensor that is copied as bytes, and the contiguous tensor that holds its elements.
+            sources: dict[int, tuple[Tensor, Tensor]] = {}
+            for tensor in tensors_in(checkpoint):
+                if isinstance(tensor, FlatShard):
+                    sources[id(tensor)] = tensor, tensor.local
+                elif is_plain(tensor) and not tensor.is_meta:
+                    sources[id(tensor)] = tensor, tensor.detach().resolve_conj().resolve_neg().contiguous()
             places: dict[Hashable, int] = {}
             end = 0
             for _, elements in sources.values():
@@ -248,26 +254,13 @@ class Snapshots:
                     storage = self._memory.untyped_storage()[begin : begin + elements.nbytes]
                     flat.set_(storage, 0, (elements.numel(),), (1,))
                     flat.copy_(elements.view(-1), non_blocking=True)
-                copied[key] = _like(tensor, flat)
+                if isinstance(tensor, FlatShard):
+                    copied[key] = FlatShard(flat, tensor.shape, tensor.start)
+                elif isinstance(tensor, torch.nn.Parameter):
+                    copied[key] = torch.nn.Parameter(flat.view(tensor.shape), requires_grad=tensor.requires_grad)
+                else:
+                    shaped = flat.view(tensor.shape)
+                    copied[key] = shaped if type(tensor) is Tensor else torch.nn.Buffer(shaped)
             for device in devices:
                 torch.accelerator.synchronize(device)
             return copy.deepcopy(dict(checkpoint), copied)
-
-
-def _sources(checkpoint: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every tensor that is copied as bytes, and the contiguous tensor that holds its elements."""
-    for tensor in tensors_in(checkpoint):
-        if isinstance(tensor, FlatShard):
-            yield tensor, tensor.local
-        elif is_plain(tensor) and not tensor.is_meta:
-            yield tensor, tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def _like(tensor: Tensor, flat: Tensor) -> Tensor:
-    """What a tensor is, of other elements."""
-    if isinstance(tensor, FlatShard):
-        return FlatShard(flat, tensor.shape, tensor.start)
-    shaped = flat.view(tensor.shape)
-    if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(shaped, requires_grad=tensor.requires_grad)
-    return shaped if type(tensor) is Tensor else torch.nn.Buffer(shaped)

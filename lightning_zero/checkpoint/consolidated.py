@@ -15,7 +15,6 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -40,7 +39,7 @@ from lightning_zero.checkpoint.save import (
     stored_identity,
     write_pieces,
 )
-from lightning_zero.checkpoint.storage.files import is_remote, local_path, open_folder
+from lightning_zero.checkpoint.storage.files import is_folder, is_remote, local_path, open_folder
 from lightning_zero.checkpoint.storage.publish import StagedFile
 from lightning_zero.comm import ControlGroup
 from lightning_zero.config import parse_size
@@ -57,7 +56,6 @@ __all__ = [
     "consolidate_checkpoint",
     "refuse_overlap",
     "save_consolidated_file",
-    "warn_of_excluded",
     "with_holes",
     "write_export",
 ]
@@ -357,19 +355,16 @@ class Export:
         return ValueError(f"'{path}' exists: write to another place, or replace it with overwrite=True (--overwrite).")
 
     @cached_property
-    def own(self) -> Directory | None:
-        """The source, if it is a directory of ours."""
-        with suppress(CheckpointError):  # a local file, for example; what is wrong shows when it is opened
-            if (files := open_folder(self.source)).has(RECORD_FILE):
-                return Directory(files)
-        return None
-
-    @cached_property
     def checkpoint(self) -> dict[str, Any]:
         """The checkpoint, with its partition if it is one of ours."""
-        own, checkpoint = self.own, open_checkpoint(self.source, ControlGroup(None))
-        if own is not None and isinstance(checkpoint.get(SUMMARY_KEY, {}), dict):
-            summary = {**checkpoint.get(SUMMARY_KEY, {}), "plan": Decoder().decode(own.record.plan)}
+        checkpoint = open_checkpoint(self.source, ControlGroup(None))
+        summary = checkpoint.get(SUMMARY_KEY, {})
+        if (
+            is_folder(self.source)
+            and (files := open_folder(self.source)).has(RECORD_FILE)
+            and isinstance(summary, dict)
+        ):
+            summary = {**summary, "plan": Decoder().decode(Directory(files).record.plan)}
             of_ranks = (FEEDBACK_KEY, RANDOM_KEY)
             checkpoint[SUMMARY_KEY] = {key: value for key, value in summary.items() if key not in of_ranks}
         if not isinstance(checkpoint.get("state_dict"), Mapping):
@@ -378,7 +373,13 @@ class Export:
 
     def weights(self) -> dict[str, Any]:
         """The weights with their names to be. Warns of those that were not saved."""
-        warn_of_excluded(self.checkpoint, self.source)
+        own = self.checkpoint.get(SUMMARY_KEY)
+        if excluded := own.get("excluded_frozen") if isinstance(own, Mapping) else None:
+            warnings.warn(
+                f"'{self.source}' was saved without its {len(excluded)} frozen parameters ({excluded[0]}, ...), so "
+                "they are not in what is written either.",
+                stacklevel=3,
+            )
         state: Mapping[str, Any] = self.checkpoint["state_dict"]
         if not self.prefix:
             return dict(state)
@@ -440,18 +441,6 @@ def refuse_overlap(source: Path, out: Path, replaced: Callable[[str], bool] = la
 def _names_of(path: Path) -> set[Path]:
     """Of a path, and of what it leads to if it is a link; without links before the last part."""
     return {Path(os.path.realpath(path)), Path(os.path.realpath(path.parent), path.name)}
-
-
-def warn_of_excluded(checkpoint: Mapping[str, Any], source: str | os.PathLike[str]) -> None:
-    """Say how many frozen parameters a checkpoint was saved without."""
-    own = checkpoint.get(SUMMARY_KEY)
-    excluded = own.get("excluded_frozen") if isinstance(own, Mapping) else None
-    if excluded:
-        warnings.warn(
-            f"'{os.fspath(source)}' was saved without its {len(excluded)} frozen parameters ({excluded[0]}, ...), so "
-            "they are not in what is written either.",
-            stacklevel=3,
-        )
 
 
 def write_export(

@@ -59,7 +59,6 @@ __all__ = [
     "ForeignDirectory",
     "Found",
     "Kind",
-    "Reader",
     "find_checkpoint",
     "is_checkpoint_directory_at",
     "load_safely",
@@ -202,23 +201,16 @@ def _in_folder(path: str | os.PathLike[str]) -> Found | None:
 
 def read_checkpoint(path: str | os.PathLike[str], found: Found, weights_only: bool | None) -> Opened:
     """What a checkpoint of any kind says of itself; ``open_checkpoint`` on this rank alone."""
-    why = f"'{os.fspath(path)}' is a {found.kind.value}."
-    read: Reader = _READERS.get(found.kind) or extension("formats", why=why).READERS[found.kind]
-    return read(path, found, weights_only)
-
-
-def _read_torch(path: str | os.PathLike[str], found: Found, weights_only: bool | None) -> Opened:
-    digest = samples(found.files, found.name, _END_NBYTES)  # first of all asks for the size: a pipe would never end
-    return read_torch_file(found.files, found.name, weights_only)._replace(digest=digest)
-
-
-Reader = Callable[[str | os.PathLike[str], Found, bool | None], Opened]
-
-_READERS: dict[Kind, Reader] = {
-    Kind.OWN: lambda path, at, weights_only: read_directory(at.files),
-    Kind.FOREIGN: lambda path, at, weights_only: read_foreign_directory(at.files, weights_only),
-    Kind.TORCH: _read_torch,
-}
+    kind, files, name = found
+    if kind is Kind.OWN:
+        return read_directory(files)
+    if kind is Kind.FOREIGN:
+        return read_foreign_directory(files, weights_only)
+    if kind is Kind.TORCH:
+        digest = samples(files, name, _END_NBYTES)  # first of all asks for the size: a pipe would never end
+        return read_torch_file(files, name, weights_only)._replace(digest=digest)
+    opened: Opened = extension("formats", why=f"'{os.fspath(path)}' is a {kind.value}.").read(found)
+    return opened
 
 
 # --------------------------------------------------------------------------------------------------------- directories
@@ -226,34 +218,29 @@ _READERS: dict[Kind, Reader] = {
 Path = tuple[Any, ...]  # the way through a checkpoint dictionary
 
 
-class _Described:
-    """An open directory with a file that says what is in it; ``CheckpointError`` if that is missing or damaged.
+def _described(files: Files, name: str, parse: Callable[[bytes], Any]) -> tuple[Any, int]:
+    """What a file says is in a directory, and its checksum; ``CheckpointError`` if it is missing or damaged."""
+    data = read_index(files, name)
+    try:
+        return parse(data), zlib.crc32(data)
+    except ValueError as error:
+        raise _unusable(files, name, error) from error
+
+
+def _unusable(files: Files, name: str, error: ValueError) -> CheckpointError:
+    return CheckpointError(f"'{files.name}/{name}' cannot be used: {error}.")
+
+
+class Directory:
+    """An open checkpoint directory of our own; ``record`` is the content of its ``zero.json``.
 
     ``source`` reads its tensors, and ``digest`` is for the ranks to compare.
     """
 
-    def __init__(self, files: Files, name: str, parse: Callable[[bytes], Any]) -> None:
-        self.files = files
-        self.source = Source(files)
-        self._name = name
-        data = read_index(files, name)
-        self.digest = zlib.crc32(data)
-        try:
-            self.content = parse(data)
-        except ValueError as error:
-            raise self.unusable(error) from error
-
-    def unusable(self, error: ValueError) -> CheckpointError:
-        """What to raise if the file is not what it should be."""
-        return CheckpointError(f"'{self.files.name}/{self._name}' cannot be used: {error}.")
-
-
-class Directory(_Described):
-    """An open checkpoint directory of our own; ``record`` is the content of its ``zero.json``."""
-
     def __init__(self, files: Files) -> None:
-        super().__init__(files, RECORD_FILE, Record.from_bytes)
-        self.record: Record = self.content
+        self.files, self.source = files, Source(files)
+        self.record: Record
+        self.record, self.digest = _described(files, RECORD_FILE, Record.from_bytes)
 
     def check_size(self, name: str) -> None:
         """Compare the size of a file with the recorded one: ``CheckpointError``."""
@@ -294,7 +281,7 @@ def read_directory(files: Files) -> Opened:
             missing += _add_from_meta_file(directory, rest, decoder.unsupported)
         checkpoint = {**rest, **put_together(pairs)}
     except ValueError as error:
-        raise directory.unusable(error) from error
+        raise _unusable(files, RECORD_FILE, error) from error
     return Opened(checkpoint, directory.digest, [f"'{name}' ({kind})" for name, kind in missing])
 
 
@@ -356,16 +343,17 @@ def _meta_tensor(directory: Directory, reference: Any) -> Tensor:
 _OPTIMIZER = re.compile(r"optimizer_(0|[1-9][0-9]{0,8})")
 
 
-class ForeignDirectory(_Described):
+class ForeignDirectory:
     """An open directory of DCP, whose files are as long as its index says; ``CheckpointError`` otherwise.
 
     ``index`` is the content of ``.metadata``, and ``paths`` has all that is in it in the order of the dictionary that
-    was saved.
+    was saved. For the rest see ``Directory``.
     """
 
     def __init__(self, files: Files) -> None:
-        super().__init__(files, METADATA_FILE, parse_metadata)
-        self.index: DcpIndex = self.content
+        self.files, self.source = files, Source(files)
+        self.index: DcpIndex
+        self.index, self.digest = _described(files, METADATA_FILE, parse_metadata)
         names = [*(name for name in self.index.paths if name in self.index.items), *self.index.items]
         self.paths: dict[str, Path] = {name: self.index.paths.get(name, (name,)) for name in names}
         ends: dict[str, int] = {}
@@ -400,7 +388,7 @@ def read_foreign_directory(files: Files, weights_only: bool | None) -> Opened:
     try:
         checkpoint = put_together(pairs)
     except ValueError as error:
-        raise directory.unusable(error) from error
+        raise _unusable(files, METADATA_FILE, error) from error
     for state in checkpoint.get("optimizer_states", ()):
         if isinstance(state, dict):  # of empty containers nothing is stored
             state.setdefault("state", {})

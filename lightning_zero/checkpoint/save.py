@@ -234,28 +234,36 @@ def _write_part(staging: Staging, rank: int, divided: Divided) -> _Part:
     path = staging.path / f"__{rank}_0{staging.suffix}.distcp"
     with new_file(path) as opened:
         file = ChecksummedFile(opened, torch.serialization.get_crc32_options())
-        known: dict[Any, tuple[StoredBytes, int | None, int | None]] = {}
+        known: dict[Any, tuple[StoredBytes, int, int | None]] = {}
         for key, leaf in divided.leaves.items():
             value = leaf.value
-            if key not in divided.own and not (isinstance(value, FlatShard) and value.local.numel()):
+            shard = value if isinstance(value, FlatShard) else None
+            if key not in divided.own and (shard is None or not shard.local.numel()):
                 continue
-            if not isinstance(value, FlatShard) and not is_plain(value):
+            if shard is None and not is_plain(value):
                 part.written[key] = _write_value(file, path.name, leaf, part.lost)
                 continue
-            parts = []
-            for box, elements in _boxes(value):
-                same = _identity(box, elements)
-                if same is None or same not in known:
-                    begin, layout = file.nbytes, _layout(Hole(0, elements.dtype, box.sizes))
+            found = [Box((0,) * value.dim(), tuple(value.shape))]  # one also without elements, so that DCP knows it
+            if shard is not None and value.numel():
+                found = boxes(value.shape, shard.start, shard.start + shard.local.numel())
+            written, ahead = [], value.detach() if shard is None else shard.local
+            for box in found:
+                elements = ahead
+                if shard is not None:
+                    elements, ahead = ahead[: math.prod(box.sizes)], ahead[math.prod(box.sizes) :]
+                same: Any = object()
+                if elements.numel() and elements.is_contiguous():
+                    same = memory_identity(elements), box.sizes, elements.is_conj(), elements.is_neg()
+                if same not in known:
+                    start, layout = file.nbytes, _layout(Hole(0, elements.dtype, box.sizes))
                     (crc32,) = file.write_archive(layout, elements)
-                    offset = begin + layout.places[0].offset if elements.numel() else None
-                    known[same] = StoredBytes(path.name, begin, layout.nbytes), offset, crc32
+                    archive = StoredBytes(path.name, start, layout.nbytes)
+                    known[same] = archive, start + layout.places[0].offset, crc32
                 archive, offset, crc32 = known[same]
-                start = linear(value.shape, box.offsets)
-                chunk = None if offset is None else Chunk(start, math.prod(box.sizes), path.name, offset, crc32)
-                parts.append((StoredBox(box, archive), chunk))
+                chunk = Chunk(linear(value.shape, box.offsets), elements.numel(), path.name, offset, crc32)
+                written.append((StoredBox(box, archive), chunk if elements.numel() else None))
             hole = Hole(None, value.dtype, tuple(value.shape))
-            part.written[key] = _Written(leaf._replace(value=hole), None, tuple(parts))
+            part.written[key] = _Written(leaf._replace(value=hole), None, tuple(written))
     if file.nbytes:
         part.files[path.name] = FileEntry(file.nbytes, file.checksum)
         staging.deliver([path.name])
@@ -285,25 +293,6 @@ def _write_value(file: ChecksummedFile, name: str, leaf: Leaf, lost: list[str]) 
     return _Written(leaf._replace(value=BlobItem(leaf.path, kind, *archive)), archive)
 
 
-def _boxes(value: Tensor) -> Iterator[tuple[Box, Tensor]]:
-    """The boxes of a tensor that lie here, with their elements; of one without elements one box, so that DCP knows."""
-    if not isinstance(value, FlatShard) or not value.numel():
-        yield Box((0,) * value.dim(), tuple(value.shape)), getattr(value, "local", value.detach())
-        return
-    start = 0
-    for box in boxes(value.shape, value.start, value.start + value.local.numel()):
-        end = start + math.prod(box.sizes)
-        yield box, value.local[start:end]
-        start = end
-
-
-def _identity(box: Box, elements: Tensor) -> Any:
-    """What two boxes share that are the same memory and would give the same archive; ``None`` if unknown."""
-    if not elements.numel() or not elements.is_contiguous():
-        return None
-    return memory_identity(elements), box.sizes, elements.is_conj(), elements.is_neg()
-
-
 # -------------------------------------------------------------------------------------------------------------- rank 0
 
 _ALIGNMENT = 64  # bytes, of the tensors in meta.bin
@@ -325,18 +314,32 @@ def _write_record(
     """
     directory, (meta_file, tensors_file) = staging.path, map(staging.named, (META_FILE, META_TENSORS_FILE))
     items, index = _items(parts)
-    with new_file(directory / meta_file) as file:
-        archive = ChecksummedFile(file)
-        archive.write_archive(TorchFile(rest))
-        described = {meta_file: FileEntry(archive.nbytes, archive.checksum)}
-    encoder, encoded = _encode_rest(directory, tensors_file, rest, described)
+    with new_file(directory / meta_file) as opened:
+        file = ChecksummedFile(opened)
+        file.write_archive(TorchFile(rest))
+    described = {meta_file: FileEntry(file.nbytes, file.checksum)}
+    large: list[tuple[dict[str, Any], Tensor]] = []
+
+    def store(tensor: Tensor) -> dict[str, Any]:
+        large.append(({"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "file": tensors_file}, tensor))
+        return large[-1][0]
+
+    encoder = Encoder(store)
+    encoded = encoder.encode(rest)
+    if large:
+        with new_file(directory / tensors_file) as opened:
+            file = ChecksummedFile(opened)
+            for place, tensor in large:
+                file.write(b"\0" * (-file.nbytes % _ALIGNMENT))
+                place |= {"offset": file.nbytes, "crc32": file.write_elements(tensor)}
+        described[tensors_file] = FileEntry(file.nbytes, file.checksum)
     lost = [text for part in parts for text in part.lost]
     if encoder.unsupported and load_safely(io.BytesIO((directory / meta_file).read_bytes())) is None:
         lost += [_named(path, kind) for path, kind in encoder.unsupported]
     staging.deliver(list(described))
     metadata = to_metadata(index)
-    with new_file(directory / METADATA_FILE) as file:
-        file.write(metadata)
+    with new_file(directory / METADATA_FILE) as opened:
+        opened.write(metadata)
     if not staging.suffix:  # where names are new with every save, ``.metadata`` is replaced after the record
         described[METADATA_FILE] = FileEntry(len(metadata), zlib.crc32(metadata))
     files = {name: entry for part in parts for name, entry in part.files.items()} | described
@@ -352,11 +355,11 @@ def _write_record(
         world_size=len(parts),
         writer={"lightning_zero": sys.modules["lightning_zero"].__version__, "torch": torch.__version__},
     )
-    with new_file(directory / RECORD_FILE) as file:
-        content = record.to_bytes()
-        if len(content) > MAX_INDEX_NBYTES:
-            raise ValueError(f"{RECORD_FILE} would have {len(content)} bytes, too many to be read again")
-        file.write(content)
+    content = record.to_bytes()
+    if len(content) > MAX_INDEX_NBYTES:
+        raise ValueError(f"{RECORD_FILE} would have {len(content)} bytes, too many to be read again")
+    with new_file(directory / RECORD_FILE) as opened:
+        opened.write(content)
     return lost
 
 
@@ -382,26 +385,6 @@ def _items(parts: Sequence[_Part]) -> tuple[dict[str, Item], Index]:
             if archive is not None:
                 index[key] = archive
     return items, Index(index, {key: found[key].leaf.stored_path for key in index})
-
-
-def _encode_rest(directory: Path, name: str, rest: dict[str, Any], files: dict[str, FileEntry]) -> tuple[Encoder, Any]:
-    """The rest as typed JSON, and who encoded it; tensors too large go to the file ``name``, which is then listed."""
-    stored: list[tuple[dict[str, Any], Tensor]] = []
-
-    def store(tensor: Tensor) -> dict[str, Any]:
-        stored.append(({"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "file": name}, tensor))
-        return stored[-1][0]
-
-    encoder = Encoder(store)
-    encoded = encoder.encode(rest)
-    if stored:
-        with new_file(directory / name) as opened:
-            file = ChecksummedFile(opened)
-            for place, tensor in stored:
-                file.write(b"\0" * (-file.nbytes % _ALIGNMENT))
-                place |= {"offset": file.nbytes, "crc32": file.write_elements(tensor)}
-        files[name] = FileEntry(file.nbytes, file.checksum)
-    return encoder, encoded
 
 
 # ---------------------------------------------------------------------------------------------------------------- files

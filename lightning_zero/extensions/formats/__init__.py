@@ -12,8 +12,8 @@ from pathlib import Path
 from lightning_zero.checkpoint.consolidated import Export, refuse_overlap
 from lightning_zero.checkpoint.format.record import Opened
 from lightning_zero.checkpoint.format.stored import StoredTensor
-from lightning_zero.checkpoint.load import Found, Kind, Reader
-from lightning_zero.checkpoint.storage.files import Files, is_remote, local_path, open_folder, samples
+from lightning_zero.checkpoint.load import Found, Kind
+from lightning_zero.checkpoint.storage.files import is_remote, local_path, open_folder, samples
 from lightning_zero.extensions.formats.deepspeed import deepspeed_folder, read_deepspeed_directory
 from lightning_zero.extensions.formats.huggingface import (
     INDEX_FILE,
@@ -25,7 +25,7 @@ from lightning_zero.extensions.formats.huggingface import (
 from lightning_zero.extensions.formats.names import adapters_in, described_models, under_names_of
 from lightning_zero.extensions.formats.safetensors import read_safetensors
 
-__all__ = ["READERS", "adapters_in", "described_models", "export", "find", "under_names_of"]
+__all__ = ["adapters_in", "described_models", "export", "find", "read", "under_names_of"]
 
 
 def find(path: str | os.PathLike[str]) -> Found | None:
@@ -40,18 +40,16 @@ def find(path: str | os.PathLike[str]) -> Found | None:
     return None if folder is None else Found(Kind.DEEPSPEED, folder)
 
 
-def _with_samples(opened: Opened, files: Files) -> Opened:
-    """Headers of safetensors are the same for all weights of a model: the digest is of some elements too."""
+def read(found: Found) -> Opened:
+    """What is in a checkpoint of one of these layouts; ``CheckpointError`` if it is not whole."""
+    files = found.files
+    if found.kind is Kind.DEEPSPEED:
+        return read_deepspeed_directory(files)
+    opened = read_safetensors(files, found.name) if found.name else read_safetensors_directory(files)
+    # Headers of safetensors are the same for all weights of a model: the digest is of some elements too.
     stored = [value for value in opened.checkpoint["state_dict"].values() if isinstance(value, StoredTensor)]
     names = sorted({chunk.file for value in stored for chunk in value._item.chunks})
     return opened._replace(digest=(opened.digest, *(samples(files, name) for name in names)))
-
-
-READERS: dict[Kind, Reader] = {
-    Kind.SAFETENSORS: lambda path, at, weights_only: _with_samples(read_safetensors(at.files, at.name), at.files),
-    Kind.HUGGING_FACE: lambda path, at, weights_only: _with_samples(read_safetensors_directory(at.files), at.files),
-    Kind.DEEPSPEED: lambda path, at, weights_only: read_deepspeed_directory(at.files),
-}
 
 
 def export(settings: Export) -> list[Path]:
