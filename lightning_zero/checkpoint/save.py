@@ -44,7 +44,6 @@ from lightning_zero.checkpoint.format.record import (
     ValueItem,
     changed,
     describe,
-    disagreement,
     split,
 )
 from lightning_zero.checkpoint.format.stored import StoredTensor, read_slices
@@ -168,9 +167,11 @@ def divide(
     known = set(leaves) if control.rank > 0 else set()
     if len({found for found, _ in told}) > 1:
         descriptions = control.gather_objects(describe(leaves))
-        conflict = disagreement(descriptions)
-        if conflict is not None:
-            raise CheckpointError(f"Could not {what}: the ranks hold different checkpoints: {conflict}.")
+        first: dict[str, Any] = {}
+        for rank, (key, value) in ((rank, pair) for rank, one in enumerate(descriptions) for pair in one.items()):
+            if (other := first.setdefault(key, value)) != value:
+                differs = f"'{key}' is {other} on one and {value} on rank {rank}"
+                raise CheckpointError(f"Could not {what}: the ranks hold different checkpoints: {differs}.")
         known = {key for description in descriptions[: control.rank] for key in description}
     return Divided(leaves, rest, set(leaves) - known, [seen for _, seen in told])
 

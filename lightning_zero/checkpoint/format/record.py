@@ -42,7 +42,6 @@ import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -73,7 +72,6 @@ __all__ = [
     "ValueItem",
     "changed",
     "describe",
-    "disagreement",
     "put_together",
     "split",
     "tensors_in",
@@ -427,40 +425,28 @@ def describe(leaves: Mapping[str, Leaf]) -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def disagreement(descriptions: Sequence[Mapping[str, tuple[Any, ...]]]) -> str | None:
-    """Say how two ranks differ about the same name; ``None`` if they do not (one may lack it)."""
-    first: dict[str, tuple[int, tuple[Any, ...]]] = {}
-    for rank, description in enumerate(descriptions):
-        for key, value in description.items():
-            owner, known = first.setdefault(key, (rank, value))
-            if known != value:
-                return f"'{key}' is {known} on rank {owner} and {value} on rank {rank}"
-    return None
-
-
 def put_together(values: Sequence[tuple[tuple[Any, ...], Any]]) -> dict[str, Any]:
     """The checkpoint dictionary that has ``value`` at ``path`` for every pair; pairs in the order of ``split``.
 
     ``ValueError`` if the paths contradict each other.
     """
-    whole: dict[str, Any] = {}
+    root: list[Any] = [{}]
     for path, value in values:
         if not path or not isinstance(path[0], str):
             raise ValueError(f"a path {path} does not start with a name")
-        place: Any = whole
-        for part, following in pairwise(path):
-            place = _descend(place, part, list if isinstance(following, Index) else dict, path)
-        if _descend(place, path[-1], lambda value=value: value, path) is not value:
+        parent: Any = root
+        for number, step in enumerate((Index(0), *path)):
+            new = value if number == len(path) else [] if isinstance(path[number], Index) else {}
+            if isinstance(step, Index) and type(parent) is list and 0 <= step <= len(parent):
+                parent += [new] * (step == len(parent))
+            elif not isinstance(step, Index) and type(parent) is dict:
+                parent.setdefault(step, new)
+            else:
+                raise ValueError(
+                    f"the path {path} leads through {type(parent).__name__}, where {step!r} is not possible"
+                )
+            parent = parent[step]
+        if parent is not value:
             raise ValueError(f"two values are at the path {path}")
+    whole: dict[str, Any] = root[0]
     return whole
-
-
-def _descend(place: Any, part: Any, make: Any, path: tuple[Any, ...]) -> Any:
-    """The element of a container, made if it is the next one."""
-    if isinstance(part, Index) and type(place) is list and 0 <= part <= len(place):
-        if part == len(place):
-            place.append(make())
-        return place[part]
-    if not isinstance(part, Index) and type(place) is dict:
-        return place.setdefault(part, make())
-    raise ValueError(f"the path {path} leads through {type(place).__name__}, where {part!r} is not possible")

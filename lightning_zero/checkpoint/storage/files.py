@@ -204,13 +204,10 @@ def entries_of(store: Any, root: str) -> dict[str, Mapping[str, Any]]:
 
 
 class Window(io.RawIOBase):
-    """A range of a file as a file: ``read_into`` fills memory with what is at an offset of the range.
+    """A range of a file as a file: ``read_into`` fills memory with what is at an offset of the range."""
 
-    Reading more than ``largest`` at once, which a forged length may ask for, is refused.
-    """
-
-    def __init__(self, read_into: Callable[[int, memoryview], Any], nbytes: int, largest: int | None = None) -> None:
-        self._read_into, self._nbytes, self._largest = read_into, nbytes, largest
+    def __init__(self, read_into: Callable[[int, memoryview], Any], nbytes: int) -> None:
+        self._read_into, self._nbytes = read_into, nbytes
         self._position = 0
 
     def readable(self) -> bool:
@@ -229,8 +226,6 @@ class Window(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         memory = memoryview(buffer)
-        if self._largest is not None and len(memory) > self._largest:
-            raise ValueError(f"{len(memory)} bytes are too many to be read at once")
         memory = memory[: max(0, min(len(memory), self._nbytes - self._position))]
         self._read_into(self._position, memory)
         self._position += len(memory)
