@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm import Collectives, ControlGroup
 from lightning_zero.errors import UnsupportedOptimizerError, some
+from lightning_zero.offload import OffloadedTensor
 from lightning_zero.optim.agreement import Fingerprint
 from lightning_zero.optim.groups import ParamGroups, restore_options
 from lightning_zero.optim.hooks import StepHooks, is_hooked
@@ -135,7 +136,7 @@ class ShardedOptimizer:
         self._leave()
 
     def hand_over(self) -> None:
-        """Give the optimizer back without state, to be adapted to another engine. Local."""
+        """Give the optimizer back without state, to be adapted anew. Local."""
         self._hooks.remove()
         self._give_up()
 
@@ -251,7 +252,8 @@ class ShardedOptimizer:
                 if isinstance(value, ShardedTensor):  # a copy of what was shown
                     if value.source.place is not entry:
                         value.source.refuse(f"it was put where the state '{key}' of '{entry.name}' belongs")
-                    slices[key] = self.homes.put(entry, key, state.pop(key).own)
+                    own = state.pop(key).own
+                    slices[key] = self.homes.put(entry, key, own if isinstance(own, OffloadedTensor) else own.clone())
             self.state[entry.target] = slices | self.homes.adopt(entry, state)
         elif state and (whole := self._whole.owned(entry)) is not None:
             self.state[whole] = {

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from copy import deepcopy
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.errors import ParameterAccessError, UnsupportedOptimizerError
-from lightning_zero.optim.state import covers
+from lightning_zero.optim.state import copied, covers
 from lightning_zero.shards.sharded import ShardedTensor, Source
 from lightning_zero.shards.slice import Slice, fingerprint
 
@@ -91,12 +92,12 @@ class VisibleState(MutableMapping[Any, Any]):
         entry, place = self._place(key)
         del self.inner[place]
         if entry is not None:
-            self._view.note(f"no state of '{entry.name}'", 0)
+            self._view.note(f"the optimizer state 'all' of '{entry.name}'", 0)
 
     def clear(self) -> None:
         self._view.check_shown()
         self.inner.clear()
-        self._view.note(f"no state of {self._view.label}", 0)
+        self._view.note(f"all of the state of {self._view.label}", 0)
 
     def __contains__(self, key: object) -> bool:
         return self._place(key)[1] in self.inner
@@ -115,9 +116,12 @@ class VisibleState(MutableMapping[Any, Any]):
     def copy(self) -> dict[Any, Any]:
         return dict(self.items())
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return deepcopy(self.copy(), memo)
+
     def __reduce__(self) -> NoReturn:
         raise UnsupportedOptimizerError(
-            f"A copy or a pickle of {self._view.label} would hold one process's slices of its state. Save with "
+            f"A pickle of {self._view.label} would hold one process's slices of its state. Save with "
             "`trainer.save_checkpoint`, which writes all of it, for any number of processes."
         )
 
@@ -237,7 +241,8 @@ class OptimizerView:
             if (entry := self.owned.get(key)) is None:
                 self.state[key] = values
             else:
-                put(entry, dict(values))
+                # A step counter must not change with the one that it was loaded from. Anything else is copied by parts.
+                put(entry, {k: v if isinstance(v, Tensor) and v.dim() else copied(v) for k, v in values.items()})
         self.show()
 
     def _check_rounded(self, entry: Slice, values: Mapping[str, Any]) -> None:

@@ -245,6 +245,7 @@ class ZeroSession:
         former.control.together("read optimizer state from files", lambda: read_into_memory(states))
         for adapter in self._adapters.values():
             adapter.hand_over()
+        self._adapters.clear()
         if self._activations is not None:
             self._activations.detach()
         self.shard(former.module, self._dtypes, cast=False)
@@ -268,7 +269,7 @@ class ZeroSession:
         """Put this rank's shards in the place of the parameters in the optimizers' groups.
 
         Args:
-            optimizers: over the module's own parameters.
+            optimizers: over the module's own parameters; those that step on the engine's shards already go on.
             schedulers: the settings of their schedulers, which the ranks compare.
             writable: whether what user code writes to parameters reaches the masters.
 
@@ -280,14 +281,17 @@ class ZeroSession:
         """
         engine = self.engine
         self._stepped = {"schedulers": schedulers, "writable": writable}
-        for former in self._adapters.values():
-            if former.optimizer not in optimizers:
-                former.retire()
-        self._adapters.clear()
+        former, self._adapters = self._adapters, {}
+        stay = {k: v for k, v in former.items() if v.optimizer in optimizers and v in engine.optimizers}
+        for key in former.keys() - stay.keys():
+            former[key].retire()
         owned = {one.user: one for one in engine.shards.values()}
         labels = agree_on_set_up(list(optimizers), schedulers, owned, engine.control)
         steps = make_steps(engine, self.local_ranks)
         for label, optimizer in zip(labels, optimizers, strict=True):
+            if id(optimizer) in stay:
+                self._adapters[id(optimizer)] = stay[id(optimizer)]
+                continue
             if optimizer_rule(optimizer) == "closure":
                 closures = extension("closures", "use an optimizer whose step needs no closure")
                 self._adapters[id(optimizer)] = closures.ClosureOptimizer(optimizer, label, owned, engine)

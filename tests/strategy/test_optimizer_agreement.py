@@ -475,13 +475,13 @@ class Optional(torch.optim.SGD):
         return loss
 
 
-def test_one_that_only_shows_it_in_a_step_is_named_there() -> None:
+def test_one_that_only_shows_it_in_a_later_step_is_named_there() -> None:
     class Needs(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            self.check(closure)
+        steps = 0
 
-        def check(self, closure: Any) -> None:
-            if closure is None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.steps += 1
+            if closure is None and self.steps > 2:  # a trial takes two
                 raise RuntimeError("a closure is required")
 
     errors = errors_of(lambda: Custom(lambda module: Needs(module.parameters(), lr=0.1)), 3)
