@@ -282,9 +282,9 @@ class ParameterAccess:
         stepped, self.stepping = self.stepping is not None, None
         for unit in self._plain if stepped else ():
             if unit.written and not unit.held:
-                writes = ExternalWrites()
-                unit.note_written(writes)
-                raise _in_step(writes.first)
+                names = unit.written_names()
+                unit.forget_written()
+                raise _in_step(f"'{names[0]}'")
 
     def compare(self, place: str) -> None:
         """Meet the other ranks, outside of a phase, and see that all have written the same since they last did.
@@ -317,8 +317,7 @@ class ParameterAccess:
         if not value.numel():
             return
         key, address = storage_key(value), value.data_ptr()
-        homes = [unit for unit in self._plain if any(storage_key(buffer) == key for buffer in unit.buffers)]
-        views = [pair for unit in homes for pair in unit.views()]
+        views = [(p, view) for unit in self._plain for p, view in unit.views() if storage_key(view) == key]
         others = [p for p, view in views if view.data_ptr() <= address < view.data_ptr() + view.nbytes]
         others += [p for p in self._assigned if get_data(p).data_ptr() == address]
         for other in others:

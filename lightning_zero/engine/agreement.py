@@ -72,11 +72,6 @@ class ExternalWrites:
         if len(self._notes) < _REMEMBERED:  # enough for a message
             self._notes.append((what, number))
 
-    @property
-    def first(self) -> str:
-        """What was written to first; something was."""
-        return self._notes[0][0]
-
     def forget(self) -> None:
         """The ranks have compared, or the step was given up."""
         self._digest = self.cleared = 0

@@ -194,7 +194,7 @@ def _checked(subjects: Sequence[ShardedTensor], name: str, plain: str, in_place:
     place = subject.source.place
     alike = [] if in_place else [v for v in others if isinstance(v, ShardedTensor) and v.source.place is place]
     for value in others:
-        if not _is_number(value) and not any(value is one for one in alike) and plain != "to_copy":
+        if not _is_number(value) and not any(value is one for one in alike) and plain not in ("clone", "to_copy"):
             subject.source.refuse(f"{called} works with numbers only")
     linear = in_place and plain in _SCALES and not any(isinstance(value, str) for value in others)
     number = fingerprint(plain, [_told(value) for value in others])
