@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from lightning_zero.checkpoint.background import Saver
 from lightning_zero.checkpoint.consolidated import consolidate_checkpoint, save_consolidated_file
-from lightning_zero.checkpoint.format.flat_shard import FlatShard
+from lightning_zero.checkpoint.format.record import FlatShard
 from lightning_zero.checkpoint.format.stored import Source, StoredTensor
 from lightning_zero.checkpoint.load import is_checkpoint_directory_at, open_checkpoint
 from lightning_zero.checkpoint.save import save_checkpoint_directory

@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import untracked
-from lightning_zero.checkpoint.format.flat_shard import FlatShard, memory_identity
-from lightning_zero.checkpoint.format.record import tensors_in
+from lightning_zero.checkpoint.format.record import FlatShard, memory_identity, tensors_in
 from lightning_zero.checkpoint.format.typed_json import is_plain
 from lightning_zero.checkpoint.save import no_garbage_collection
 from lightning_zero.checkpoint.storage.publish import remove

@@ -24,8 +24,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.format.flat_shard import FlatShard, memory_identity
-from lightning_zero.checkpoint.format.record import RECORD_FILE, Leaf, put_together
+from lightning_zero.checkpoint.format.record import RECORD_FILE, FlatShard, Leaf, memory_identity, put_together
 from lightning_zero.checkpoint.format.stored import StoredTensor
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
 from lightning_zero.checkpoint.format.typed_json import Decoder, is_plain

@@ -27,8 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lightning_zero._torch import untracked
-from lightning_zero.checkpoint.format.dcp import BoxItem, Index, StoredBox, StoredBytes, to_metadata
-from lightning_zero.checkpoint.format.flat_shard import Box, FlatShard, boxes, linear, memory_identity
+from lightning_zero.checkpoint.format.dcp import Box, BoxItem, Index, StoredBox, StoredBytes, boxes, linear, to_metadata
 from lightning_zero.checkpoint.format.record import (
     META_FILE,
     META_TENSORS_FILE,
@@ -37,6 +36,7 @@ from lightning_zero.checkpoint.format.record import (
     BlobItem,
     Chunk,
     FileEntry,
+    FlatShard,
     Item,
     Leaf,
     Record,
@@ -44,6 +44,7 @@ from lightning_zero.checkpoint.format.record import (
     ValueItem,
     changed,
     describe,
+    memory_identity,
     split,
 )
 from lightning_zero.checkpoint.format.stored import StoredTensor, read_slices

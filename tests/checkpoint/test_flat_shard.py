@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_zero.checkpoint import FlatShard
-from lightning_zero.checkpoint.format.flat_shard import boxes
+from lightning_zero.checkpoint.format.dcp import boxes
 
 
 def test_boxes_are_the_slice_in_order() -> None:

@@ -21,7 +21,7 @@ from lightning_zero.checkpoint import (
 )
 from lightning_zero.checkpoint.background import Snapshots
 from lightning_zero.checkpoint.consolidated import save_consolidated_file
-from lightning_zero.checkpoint.format.flat_shard import memory_identity
+from lightning_zero.checkpoint.format.record import memory_identity
 from lightning_zero.checkpoint.storage.files import LocalFiles
 from lightning_zero.errors import CheckpointError, OffloadError
 from lightning_zero.extensions.formats.safetensors import read_safetensors

@@ -1,4 +1,4 @@
-"""The index of a ``torch.distributed.checkpoint`` directory, ``.metadata``, and the data files beside it.
+"""The index of a ``torch.distributed.checkpoint`` directory, ``.metadata``, and the boxes that its data files hold.
 
 [Note: A pickle that calls nothing]
 
@@ -6,6 +6,20 @@ Unpickling calls what the file names. Here it can only name the classes that DCP
 gets an empty stand-in for each: a class that lives as long as this one reading and can do nothing but hold attributes.
 So not even the values of an attribute of a class of torch can be changed from a file, which the names alone would not
 prevent. What comes out is then checked field by field.
+
+[Note: Boxes]
+
+A shard is a contiguous range of a flattened parameter, but DCP stores boxes (an offset and a size per dimension). A
+range is at most ``2 n - 1`` boxes of an n-dimensional parameter: the rest of a row, whole rows, the beginning of a
+row, and the same again inside each partial row. Elements 5 to 16 of shape (5, 4):
+
+    .  .  .  .
+    .  a  a  a      box a: offset (1, 1), size (1, 3)
+    b  b  b  b      box b: offset (2, 0), size (2, 4)
+    b  b  b  b
+    c  .  .  .      box c: offset (4, 0), size (1, 1)
+
+The concatenation of the boxes, each flattened, is the range again: a box is a piece of the slice's own memory.
 """
 
 from __future__ import annotations
@@ -15,17 +29,67 @@ import math
 import pickle
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from lightning_zero.checkpoint.format.flat_shard import Box
 from lightning_zero.checkpoint.format.record import TensorItem
 from lightning_zero.checkpoint.format.typed_json import DTYPES, check_stored
 
-__all__ = ["BoxItem", "Index", "StoredBox", "StoredBytes", "parse_metadata", "to_metadata"]
+__all__ = [
+    "Box",
+    "BoxItem",
+    "Index",
+    "StoredBox",
+    "StoredBytes",
+    "boxes",
+    "linear",
+    "overlap",
+    "parse_metadata",
+    "to_metadata",
+]
+
+
+class Box(NamedTuple):
+    """A rectangular part of a tensor: its first element and its extent, per dimension, in elements."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
+    """Cover elements ``start`` to ``end`` (exclusive) of the flattened ``shape``. See [Note: Boxes].
+
+    Returns:
+        Non-empty boxes in the order of the range; at most ``max(1, 2 * len(shape) - 1)`` of them, none for an empty
+        range.
+    """
+    shape, found = tuple(shape), []
+    while start < end and shape:  # the largest that begins here
+        rows = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        offsets = tuple(start // row % size for row, size in zip(rows, shape, strict=True))
+        dim, row = next((dim, row) for dim, row in enumerate(rows) if start % row == 0 and start + row <= end)
+        count = min((end - start) // row, shape[dim] - offsets[dim])
+        found.append(Box(offsets, (*(1 for _ in range(dim)), count, *shape[dim + 1 :])))
+        start += count * row
+    return found if shape or start >= end else [Box((), ())]
+
+
+def linear(shape: Sequence[int], offsets: Sequence[int]) -> int:
+    """The place of an element in the flattened tensor."""
+    return sum(offset * math.prod(shape[dim + 1 :]) for dim, offset in enumerate(offsets))
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """The elements that two boxes of a tensor have in common, if there are any."""
+    offsets = tuple(map(max, one.offsets, other.offsets))
+    sizes = tuple(
+        min(a + m, b + n) - offset
+        for offset, a, m, b, n in zip(offsets, one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    )
+    return Box(offsets, sizes) if min(sizes, default=1) > 0 else None
 
 
 class StoredBytes(NamedTuple):

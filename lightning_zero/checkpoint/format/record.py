@@ -40,14 +40,14 @@ import re
 import reprlib
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.format.flat_shard import FlatShard
+from lightning_zero._torch import make_wrapper_subclass
 from lightning_zero.checkpoint.format.typed_json import (
     DTYPES,
     Decoder,
@@ -57,12 +57,14 @@ from lightning_zero.checkpoint.format.typed_json import (
     strict_json,
     type_name,
 )
+from lightning_zero.offload.host import OffloadedTensor
 
 __all__ = [
     "RECORD_FILE",
     "BlobItem",
     "Chunk",
     "FileEntry",
+    "FlatShard",
     "Index",
     "Item",
     "Leaf",
@@ -72,6 +74,7 @@ __all__ = [
     "ValueItem",
     "changed",
     "describe",
+    "memory_identity",
     "put_together",
     "split",
     "tensors_in",
@@ -281,6 +284,77 @@ def _numbers(values: list[Any]) -> list[Any]:
 
 
 # ----------------------------------------------------------------------------------------- a checkpoint, taken apart
+
+
+class FlatShard(Tensor):
+    """A parameter of full shape of which this process holds one contiguous range of the flattened elements.
+
+    It occupies no memory of its own. User code which looks at names, shapes and dtypes of a checkpoint works; a shard
+    can be renamed, dropped, cloned and cast; computing with it raises, because the result could only be wrong.
+
+    Args:
+        local: 1-D and contiguous: this rank's elements, possibly none, kept by reference. They may be in a file.
+        shape: the full shape.
+        start: the place of ``local[0]`` in the flattened parameter. Meaningless, but in bounds, if ``local`` is empty.
+
+    Raises:
+        ValueError: if ``local`` is not such a range.
+    """
+
+    local: Tensor
+    start: int
+
+    @staticmethod
+    def __new__(cls, local: Tensor, shape: Sequence[int], start: int) -> FlatShard:
+        end = start + local.numel()
+        if local.dim() != 1 or not local.is_contiguous() or start < 0 or end > math.prod(shape):
+            raise ValueError(
+                f"A flat shard needs a contiguous 1-D tensor: of shape {tuple(local.shape)}, elements {start} to {end} "
+                f"of a tensor of shape {tuple(shape)}, is none."
+            )
+        shard: FlatShard = make_wrapper_subclass(cls, torch.Size(shape), dtype=local.dtype, device=local.device)
+        shard.local, shard.start = local.detach(), int(start)
+        return shard
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Detach, clone and cast work on the slice; everything else would need elements of other ranks."""
+        aten, shard = torch.ops.aten, args[0]
+        if func in (aten.detach.default, aten.alias.default):
+            return FlatShard(shard.local, shard.shape, shard.start)
+        if func in (aten.clone.default, aten._to_copy.default):
+            options = {name: value for name, value in (kwargs or {}).items() if name != "memory_format"}
+            return FlatShard(func(shard.local, **options), shard.shape, shard.start)
+        raise RuntimeError(  # not TypeError, of which Python's operators make a message of their own
+            f"{func} needs whole parameters, but a checkpoint holds only this rank's part of each. Compute with "
+            "`lightning_zero.full_parameters` around the module, or with the saved checkpoint."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:
+        memo[id(self)] = copied = FlatShard(self.local.clone(), self.shape, self.start)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse: a pickle would hold one rank's elements under the name of the whole."""
+        raise TypeError(
+            "A FlatShard cannot be pickled: it holds one rank's part of a parameter only. In a checkpoint it may be in "
+            "dictionaries and lists, not in other objects such as dataclasses; elsewhere, take whole parameters with "
+            "`lightning_zero.full_parameters` around the module."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        end = self.start + self.local.numel()
+        return f"FlatShard({tuple(self.shape)}, {self.dtype}, elements {self.start} to {end} here)"
+
+
+def memory_identity(tensor: Tensor) -> Hashable:
+    """Equal for tensors that show the same elements in the same shape, while they exist."""
+    if isinstance(tensor, OffloadedTensor):
+        return tensor.identity
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape)
+
 
 _ALWAYS_ROUTED = ("state_dict", "optimizer_states")
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import make_wrapper_subclass, tree_map_only, untracked
-from lightning_zero.checkpoint.format.dcp import BoxItem, StoredBox
-from lightning_zero.checkpoint.format.flat_shard import FlatShard, boxes, linear, overlap
-from lightning_zero.checkpoint.format.record import TensorItem
+from lightning_zero.checkpoint.format.dcp import BoxItem, StoredBox, boxes, linear, overlap
+from lightning_zero.checkpoint.format.record import FlatShard, TensorItem
 from lightning_zero.checkpoint.format.torch_file import load_torch
 from lightning_zero.checkpoint.storage.files import PIECE_NBYTES, Files, memory_nbytes, open_range
 from lightning_zero.errors import CheckpointError
