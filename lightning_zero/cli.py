@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from lightning_zero.config import parse_size
 from lightning_zero.errors import CheckpointError, ExtensionError, did_you_mean, with_notes
 from lightning_zero.registry import extension
 
-__all__ = ["OptionParser", "answer_early", "complain", "for_the_terminal", "main", "short_help"]
+__all__ = ["answer_early", "complain", "for_the_terminal", "main", "short_help"]
 
 _COMMANDS = {
     "plan": "print how a model would be split over processes, and what that takes; needs one process and no memory",
@@ -151,15 +150,6 @@ def short_help(command: str, what: str, options: Mapping[str, str]) -> str:
     return f"usage: lightning-zero {command} [options]\n\n{what.strip()}\n\noptions:\n{lines}\n"
 
 
-class OptionParser(argparse.ArgumentParser):
-    """Asks whether a known option was meant."""
-
-    def error(self, message: str) -> NoReturn:
-        wrong = re.search(r"unrecognized arguments: (--[\w-]+)", message)
-        known = (option for action in self._actions for option in action.option_strings)
-        super().error(f"{message}.{did_you_mean(wrong[1], known)}" if wrong else message)
-
-
 @contextmanager
 def for_the_terminal(program: str) -> Iterator[None]:
     """Warnings are for the person at the terminal: one line each, without the place in the source."""
@@ -205,7 +195,7 @@ examples:
 
 def _consolidate_parser() -> argparse.ArgumentParser:
     """The options of ``lightning-zero consolidate``."""
-    parser = OptionParser(
+    parser = argparse.ArgumentParser(
         prog="lightning-zero consolidate",
         description=_CONSOLIDATE,
         epilog=_EXAMPLES,

@@ -108,16 +108,12 @@ class Residence(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where parameters, gradients and optimizer state rest between uses.
+    """Where parameters, gradients and optimizer state stay between uses.
 
-    Args:
-        parameters: ``SHARDED`` frees the full parameters of a unit whenever the unit is not computing.
-        gradients: ``SHARDED`` reduces and frees gradients in every backward; ``REPLICATED`` keeps the full local
-            gradients until the last micro-step of a step.
-        span: ranks that share what is sharded; each such group holds all of it, and gradients are averaged across the
-            groups. ``None``: all ranks.
-        keeping: ranks of a host, each of which keeps a part of the weights that came from others; ``None``: nobody.
-        feedback: ranks that divide what is rounded of a gradient, each of which keeps what it loses; ``None``: nobody.
+    Sharded ``parameters`` are freed whenever their unit does not compute, sharded ``gradients`` are reduced and freed
+    in every backward. ``span``: ranks that share what is sharded, in groups that each hold all of it; ``None``: all.
+    ``keeping``: ranks of a host, each of which keeps a part of the weights that came from other hosts. ``feedback``:
+    ranks that divide what is rounded of a gradient, each of which keeps what it loses.
 
     Source: ZeRO, sections 5.1 to 5.3 (arXiv:1910.02054); MiCS, for the span (arXiv:2205.00119).
     """

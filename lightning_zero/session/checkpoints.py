@@ -70,21 +70,10 @@ class Checkpoints:
         precision: str,
         storage_options: Any = None,
     ) -> None:
-        """Write a checkpoint, whole or not at all.
+        """Write Lightning's dictionary, with this rank's slices of ``engine``'s weights, whole or not at all.
 
-        Args:
-            checkpoint: Lightning's dictionary, with this rank's slices.
-            path: of a directory, or of a file in the consolidated format.
-            engine: whose weights these are.
-            precision: of the run, for people.
-            storage_options: what differs from the policy this time.
-
-        Raises:
-            CheckpointError: on every rank that takes part, if it could not be written, if the save before failed in
-                the background, or if the ranks are not all between the same two steps.
-            ValueError: for unknown ``storage_options``.
-
-        Collective: every rank.
+        ``CheckpointError`` on every rank that takes part, if it could not be written, if the save before failed in the
+        background, or if the ranks are not all between the same two steps. Collective: every rank.
         """
         policy = self._policy.for_one_save(storage_options)
         path = _absolute(path)
@@ -139,11 +128,8 @@ class Checkpoints:
         return open_checkpoint(path, self._control, verify=self._policy.verify or "sample", weights_only=weights_only)
 
     def load_random_state(self, checkpoint: Mapping[str, Any], device: torch.device) -> None:
-        """Read the random states that a checkpoint holds, for ``restore_random_state``.
-
-        Raises ExtensionError if this copy cannot restore them: the run would differ without a word. Collective: every
-        rank.
-        """
+        """Read the random states that a checkpoint holds, for ``restore_random_state``: ``ExtensionError`` if this copy
+        cannot restore them. Collective: every rank."""
         saved = checkpoint.get(SUMMARY_KEY, {}).get(RANDOM_KEY)
         if saved is not None:
             if self._random is None:
@@ -195,11 +181,8 @@ class Checkpoints:
         self._saver.wait()
 
     def finish(self) -> None:
-        """Wait until everything is durable and removals are done. May be called again, and saved after.
-
-        ``CheckpointError`` on every rank, if a background save failed. Collective: every rank, but for one that is
-        handling an exception.
-        """
+        """Wait until everything is durable and removals are done: ``CheckpointError`` on every rank, if a background
+        save failed. Collective: every rank, but for one that is handling an exception."""
         self._training = False
         self._underway = self._unattended = None
         together = not self._in_trouble()

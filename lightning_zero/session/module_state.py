@@ -58,19 +58,11 @@ class ModuleState:
     def load(
         self, state: Mapping[str, Any], strict: bool, excluded: Collection[str] = (), optional: Collection[str] = ()
     ) -> None:
-        """Take weights and buffers over, each rank reading its own slices.
+        """Take weights and buffers over by full name, each rank reading its own slices.
 
         The module's own ``load_state_dict`` decides what goes where, so that its hooks, overrides, extra state and
-        messages are the ordinary ones; only what it copies into a sharded parameter is read slice by slice.
-
-        Args:
-            state: by full name, tensors as stored, plain, or this rank's own slices.
-            strict: whether missing and unexpected keys are errors. Of a tied parameter one name is enough.
-            excluded: names that were left out when the checkpoint was saved: they are not missing, and a warning says
-                how many keep their values.
-            optional: names that may be missing without a word.
-
-        Collective: every rank. What does not fit raises as ``nn.Module.load_state_dict`` does.
+        errors are the ordinary ones; only what it copies into a sharded parameter is read slice by slice. Names that
+        are ``excluded`` (of what was not saved) or ``optional`` may be missing. Collective: every rank.
         """
         current = self.module.state_dict(keep_vars=True)
         own = {unwrapped(key): (key, value) for key, value in current.items()}
@@ -195,16 +187,11 @@ def load_initial_weights(
     verify: bool,
     frozen_as_built: bool = False,
 ) -> Collection[str]:
-    """Read weights and buffers into a sharded module, each rank its own slices. Collective: every rank.
+    """Read weights and buffers into a sharded module, each rank its own slices. Returns the names of what was read.
 
-    What a transformers model stores in another layout than it has is converted (`under_names_of`).
-    If none of the stored names is one of the module's, but all are once the same prefix is put before them or cut off
-    (``transformer.h.0`` and ``model.transformer.h.0``), they are read under the module's names, and so are those of a
-    base in a module with adapters of peft. With ``strict``, missing, unexpected and differently shaped tensors are a
-    ``RuntimeError`` as of ``nn.Module.load_state_dict``, but for adapters of which nothing is stored; without it the
-    first and the last keep the values that they have, and rank 0 warns of all three kinds, unless nothing fits at all.
-    A frozen parameter that is not there is a ``CheckpointError`` in both cases, unless ``frozen_as_built``. Returns the
-    names of what was read.
+    With ``strict`` what does not fit is a ``RuntimeError`` as of ``nn.Module.load_state_dict``, but for adapters of
+    which nothing is stored; without it, rank 0 warns of it. A frozen parameter that is not there is a
+    ``CheckpointError`` in both cases, unless ``frozen_as_built``. Collective: every rank.
     """
     checkpoint = open_checkpoint(path, control, verify=verify or "sample")
     weights = weights_of(checkpoint, path)

@@ -39,10 +39,8 @@ def unmoved(name: str) -> str:
 def under_names_of(
     module: nn.Module, own: Collection[str], stored: Mapping[str, Any], path: str | os.PathLike[str], strict: bool
 ) -> dict[str, Any]:
-    """The stored values under a module's names, if they differ in wrapped blocks or a common prefix.
-
-    What a model of transformers, or peft around it, has under other names than its files is found too, by the extension
-    ``formats``. ``strict`` and ``path`` are as for `renamed`.
+    """The stored values under a module's names, if they differ in wrapped blocks or a common prefix (`renamed`). What a
+    model of transformers, or peft around it, has under other names than its files is found by ``formats``.
     """
     names = {unwrapped(name): name for name in own}
     if any(unwrapped(name) not in names for name in stored) and installed("formats"):
@@ -66,15 +64,7 @@ def adapters_in(
     stored: MutableMapping[str, Any],
     path: str | os.PathLike[str],
 ) -> Adapters:
-    """What adapters add to a module; ``stored`` gets what they take from their base.
-
-    Args:
-        module: with adapters or without.
-        own: the names of its state.
-        weights: the names in the file.
-        stored: its values under names of the module.
-        path: of the file, for messages.
-    """
+    """What adapters add to a module of the names ``own``; ``stored`` gets what they take from their base."""
     if all(name in stored for name in own) or not installed("formats"):
         return Adapters()
     found: Adapters = extension("formats").adapters_in(module, own, weights, stored, path)
@@ -84,16 +74,8 @@ def adapters_in(
 def renamed(
     stored: Mapping[str, Any], known: Sequence[Mapping[str, str]], path: str | os.PathLike[str], strict: bool
 ) -> dict[str, Any]:
-    """The stored values under the module's names, which may have another prefix.
-
-    A prefix has to make most names fit; with ``strict``, one that makes all fit comes before others. If several do,
-    which of them is meant is not known, and names stay what they are.
-
-    Args:
-        stored: by name.
-        known: ways to find the module's own names, by plain ones; the first of those that fit most is taken.
-        path: of the file, for the message about a prefix.
-        strict: whether all have to fit.
+    """The stored values under the module's names, which may have another prefix: the first of the ``known`` ways to
+    find these by plain names that makes most fit, or all with ``strict``. Where several do, names stay as they are.
     """
     plain = [unwrapped(name) for name in stored]
 

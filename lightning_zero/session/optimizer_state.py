@@ -67,17 +67,9 @@ class OptimizerState:
     def load(self, saved: Mapping[str, Any], *, weights: Mapping[str, Any] | None = None) -> None:
         """Take over what ``save`` gave, or an ordinary optimizer state dict with parameter indices.
 
-        State goes by name, whatever the order of the parameters: a parameter that the checkpoint does not know starts
-        with fresh state, as one without a gradient so far does. Indices go by the order of the param groups.
-
-        Args:
-            saved: the state dict.
-            weights: the ``state_dict`` of the checkpoint, as ``ModuleState.load`` got it. State follows a weight that
-                was stored under another name than it is loaded under, and takes over the dtype of the weights if it
-                was saved in that of the stored ones.
-
-        Collective: every rank. ``ValueError`` if state or param groups do not fit: also if state is of a parameter that
-        is not in the optimizer any more, or that has another shape now.
+        State goes by name, indices by the order of the param groups; a parameter that the checkpoint does not know
+        starts with fresh state. ``weights``, the checkpoint's ``state_dict``: state follows a weight that was stored
+        under another name, and takes over its dtype. ``ValueError`` if state or groups do not fit. Collective.
         """
         label = self._optimizer.label
         saved_groups = [dict(group) for group in saved["param_groups"]]

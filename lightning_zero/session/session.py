@@ -70,13 +70,8 @@ class ZeroSession:
     In this order: ``shard``, ``shard_optimizers``, then for each step ``with step(...)``, ``with backward()`` and
     ``optimizer.step()``; ``rest`` at the end. A module that was sharded before, by any session, goes on from there.
 
-    Args:
-        settings: how the module is sharded.
-        groups: the ranks.
-        device: of this rank.
-        local_rank: of this rank on its host.
-        local_ranks: how many ranks share the host, its cores and its disks.
-        wire: gives what carries weights and gradients; ``None``: ``choose_collectives``.
+    ``local_rank`` and ``local_ranks``: which rank of a host this is, and how many share its cores and disks. ``wire``
+    gives what carries weights and gradients, in place of ``choose_collectives``.
 
     Attributes:
         checkpoints: what saves and loads.
@@ -131,17 +126,9 @@ class ZeroSession:
     ) -> None:
         """Lay the module out over the ranks, with rank 0's values, or with the weights that the settings name.
 
-        Args:
-            module: the root. Its parameters are this session's from now on.
-            dtypes: the precision of the run.
-            is_running: whether somebody trains a module at this moment.
-            cast: whether the module gets the precision's dtypes; else it has had them, and what is new keeps its own.
-            stored: names of tensors that the caller reads from a checkpoint next: the module need not initialise them.
-
-        Raises:
-            ParameterAccessError: for a part of a module that is running, or whose values have gone.
-
-        Collective: every rank.
+        ``is_running``: whether somebody trains a module now. ``cast``: whether it gets the precision's dtypes.
+        ``stored``: names of tensors that the caller reads next, which need not be initialised. ``ParameterAccessError``
+        for a part of a module that is running, or whose values have gone. Collective: every rank.
         """
         self._dtypes = dtypes = dtypes or Dtypes()
         existing, torn = _own_engine(module, is_running), False
@@ -268,16 +255,9 @@ class ZeroSession:
     ) -> None:
         """Put this rank's shards in the place of the parameters in the optimizers' groups.
 
-        Args:
-            optimizers: over the module's own parameters; those that step on the engine's shards already go on.
-            schedulers: the settings of their schedulers, which the ranks compare.
-            writable: whether what user code writes to parameters reaches the masters.
-
-        Raises:
-            UnsupportedOptimizerError: for an optimizer that cannot be sharded.
-            DivergenceError: on every rank, if the ranks' optimizers differ.
-
-        Collective: every rank.
+        Optimizers that step on the engine's shards already go on. The ranks compare the settings of optimizers and
+        ``schedulers``: ``DivergenceError`` if they differ. ``writable``: whether what user code writes to parameters
+        reaches the masters. Collective: every rank.
         """
         engine = self.engine
         self._stepped = {"schedulers": schedulers, "writable": writable}
@@ -328,15 +308,8 @@ class ZeroSession:
 
     @contextmanager
     def step(self, name: str, *, training: bool, averaged: bool = True) -> Iterator[None]:
-        """Around the forward of one batch.
-
-        Args:
-            name: of the kind of step, for messages.
-            training: whether a backward may follow.
-            averaged: whether the backward that follows averages gradients (``engine/buffers.py`` says why).
-
-        Collective: every rank.
-        """
+        """Around the forward of one batch, ``training`` if a backward may follow, which is ``averaged`` if it averages
+        gradients (``engine/buffers.py`` says why). Collective: every rank."""
         if self._buffers is None:
             raise RuntimeError(f"The run has not begun: there is no module to run {name} of.")
         if training:
@@ -388,11 +361,7 @@ class ZeroSession:
     # -------------------------------------------------------------------- state
 
     def module_state(self, module: nn.Module | None = None) -> ModuleState:
-        """Weights and buffers, to save and to load.
-
-        Args:
-            module: whose ``state_dict`` decides about names; by default the one that is sharded.
-        """
+        """Weights and buffers, to save and to load, under the names of a module; by default the one that is sharded."""
         return ModuleState(self.engine, module)
 
     def optimizer_state(self, optimizer: Optimizer) -> OptimizerState:

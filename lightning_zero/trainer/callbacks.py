@@ -146,13 +146,16 @@ def adapt_fit(
     is_underway: Callable[[Any], bool],
     replaced: Replaced,
 ) -> None:
-    """Adapt callbacks of a fit whose module is laid out, with parameters that are ``absent`` between steps or not.
-
-    ``ModelCheckpoint`` chooses names that are not taken: ``is_underway`` says whether one is that of a checkpoint which
-    is being written. ``ModelPruning`` is called on every rank alike, with the whole module in memory.
-    """
+    """Adapt callbacks of a fit whose module is laid out, with parameters that are ``absent`` between steps or not:
+    ``ModelCheckpoint`` does not choose the name of a checkpoint that ``is_underway``, and ``ModelPruning`` prunes, on
+    every rank alike, with the whole module in memory."""
     if policy.format == "sharded":
-        _warn_of_uploads(trainer.loggers)
+        for logger in trainer.loggers:
+            if getattr(logger, "_log_model", False) or getattr(logger, "_log_model_checkpoints", False):  # 2.6
+                rank_zero_warn(
+                    f"{type(logger).__name__} uploads checkpoints that are files. A sharded one is a directory: "
+                    "it will upload none. Files are written with CheckpointPolicy(format='consolidated')."
+                )
 
     def knowing(known: Callable[..., bool]) -> Callable[..., bool]:
         return lambda path, trainer: known(path, trainer) or is_underway(path)
@@ -195,10 +198,8 @@ def _noting(handle: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _ValuesCompared(TorchFunctionMode):
-    """While active, two parameters of a sharded module are equal if all their elements are, wherever these are.
-
-    Units are gathered one after the other when that is first asked for: collective, and asked by every rank alike.
-    """
+    """While active, ``torch.equal`` compares parameters of a sharded module wherever they are, by checksums. Units are
+    gathered one after the other when that is first asked for: collective, and asked by every rank alike."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -253,11 +254,8 @@ def refuse_synced_norms(module: nn.Module, device: torch.device) -> None:
 
 
 def gather_for_graphs(loggers: Iterable[Logger], module: nn.Module, replaced: Replaced) -> None:
-    """Have loggers that are about to draw the module's graph run it on whole parameters: they do on one rank alone.
-
-    ``TensorBoardLogger(log_graph=True)`` does; other loggers of Lightning do not call the module. Theirs and the user's
-    ``log_graph`` is called on every rank when a run begins. That call is collective then, and gathers the module.
-    """
+    """Have loggers that draw the module's graph (``TensorBoardLogger(log_graph=True)``, a user's) run it on whole
+    parameters. Lightning calls ``log_graph`` on every rank when a run begins: collective then."""
     for logger in loggers:
         own = not type(logger).__module__.startswith("lightning.")
         overridden = getattr(type(logger), "log_graph", None) is not Logger.log_graph
@@ -267,31 +265,15 @@ def gather_for_graphs(loggers: Iterable[Logger], module: nn.Module, replaced: Re
             replaced.within(logger, "log_graph", contexts.__next__)
 
 
-def _warn_of_uploads(loggers: Iterable[Logger]) -> None:
-    """Say that loggers which upload checkpoints upload files, and sharded checkpoints are directories."""
-    for logger in loggers:
-        if getattr(logger, "_log_model", False) or getattr(logger, "_log_model_checkpoints", False):  # 2.6
-            rank_zero_warn(
-                f"{type(logger).__name__} uploads checkpoints that are files. A sharded one is a directory: it will "
-                "upload none. ZeroStrategy(checkpoint=CheckpointPolicy(format='consolidated')) writes files."
-            )
-
-
 def without_modules(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint without the modules among the hyperparameters whose values are not in memory to be pickled.
-
-    Their weights are in the checkpoint once more, as the weights that they are.
-    """
+    """A checkpoint without the modules among the hyperparameters whose values are not in memory to be pickled."""
     kept = dict(checkpoint)
     for key in ("hyper_parameters", "datamodule_hyper_parameters"):
         given = kept.get(key)
-        modules = [
-            name
-            for name, value in (given.items() if isinstance(given, Mapping) else ())
-            if isinstance(value, nn.Module) and any(map(is_absent, nn.Module.parameters(value)))
-        ]
-        if modules and given is not None:
-            kept[key] = {name: value for name, value in given.items() if name not in modules}
+        items = given.items() if isinstance(given, Mapping) else ()
+        modules = [k for k, v in items if isinstance(v, nn.Module) and any(map(is_absent, nn.Module.parameters(v)))]
+        if modules:
+            kept[key] = {name: value for name, value in items if name not in modules}
             rank_zero_warn(
                 f"{some(map(repr, modules))} among the hyperparameters is a module whose weights are spread over the "
                 "ranks: the checkpoint has the weights, and not the object. Leave it out with `save_hyperparameters("

@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -36,14 +35,13 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_zero._torch import tree_map_only
 from lightning_zero.config import Uneven
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import DivergenceError, some
 from lightning_zero.shards.slice import fingerprint
 from lightning_zero.trainer.callbacks import Replaced
 
-__all__ = ["NoBatch", "Signals", "first_batch", "lock_loaders"]
+__all__ = ["NoBatch", "Signals", "lock_loaders"]
 
 Agree = Callable[[str, Sequence[int]], list[list[int]]]
 
@@ -294,26 +292,3 @@ class _InLockStep(CombinedLoader):
         self._error = DivergenceError(f"{what} {self._ways}")
         if self._length is not None:
             raise self._error
-
-
-def first_batch(module: LightningModule, configured: Any) -> Any:
-    """The first batch that one process would train with: of data as configurations have them (arguments may stand
-    beside ``class_path``), or of the module, which has a Trainer or what stands for one; else raises ValueError."""
-    from lightning.pytorch.cli import LightningArgumentParser  # imports jsonargparse, which a training does not need
-
-    source: Any = module
-    try:
-        if configured:
-            loose = dict(configured) if isinstance(configured, dict) else {"class_path": configured}
-            path, arguments = loose.pop("class_path", None), loose.pop("init_args", None) or {}
-            parser = LightningArgumentParser(exit_on_error=False)
-            parser.add_lightning_class_args(LightningDataModule, "data", subclass_mode=True)
-            given = parser.parse_object({"data": {"class_path": path, "init_args": {**arguments, **loose}}})
-            source = parser.instantiate(given).data
-            source.trainer = module.trainer
-        source.prepare_data()
-        source.setup("fit")
-        return tree_map_only(object, lambda loader: next(iter(loader)), source.train_dataloader())
-    except Exception as error:  # the user's code, or a setting
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise ValueError(f"{type(source).__name__} has no first batch: {why}. The data's class is --data.") from error

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_zero.cli import OptionParser, complain, for_the_terminal
+from lightning_zero.cli import complain, for_the_terminal
 from lightning_zero.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def help_text() -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The options of ``lightning-zero inspect``."""
-    made = OptionParser(prog="lightning-zero inspect", description=_WHAT)
+    made = argparse.ArgumentParser(prog="lightning-zero inspect", description=_WHAT)
     made.add_argument("checkpoint", metavar="DIR", help="a checkpoint (directory, file or URL), or a folder of them")
     verify = "read all files and compare their checksums (default); sizes are compared always"
     made.add_argument("--verify", action=argparse.BooleanOptionalAction, default=True, help=verify)

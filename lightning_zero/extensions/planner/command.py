@@ -180,9 +180,9 @@ class Planner:
         if self.config.activations != MEASURED:
             return None, ""
         from lightning_zero.extensions.planner.measure import (
+            first_batch,
             measure_activations,  # imports torchmetrics, which imports transformers
         )
-        from lightning_zero.trainer.loaders import first_batch
 
         settings: Any = {name: self.settings.get(name) for name in ("param_dtype", "full_precision", "units")}
         settings |= {"accelerator": not self.on_host, "policy": policy}

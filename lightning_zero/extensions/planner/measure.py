@@ -36,7 +36,7 @@ from lightning_zero.activations import Recomputed
 from lightning_zero.config import ActivationPolicy, ActivationsLike, UnitsLike, validate_activations
 from lightning_zero.plan import Plan, find_recomputed
 
-__all__ = ["ActivationBytes", "measure_activations"]
+__all__ = ["ActivationBytes", "first_batch", "measure_activations"]
 
 # What keeps memory of a size which torch knows when it runs.
 _OPAQUE = ("aten.mkldnn_rnn_layer", "aten._cudnn_rnn", "aten.miopen_rnn")
@@ -223,3 +223,27 @@ def _if_possible(function: Any, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
     except _torch.ASKS_FOR_VALUES:
         return torch.empty(())  # nobody trains on what depends on values
+
+
+def first_batch(module: Any, configured: Any) -> Any:
+    """The first batch that one process would train with: of data as configurations have them (arguments may stand
+    beside ``class_path``), or of the module, which has a Trainer or what stands for one; else raises ValueError."""
+    from lightning.pytorch import LightningDataModule
+    from lightning.pytorch.cli import LightningArgumentParser
+
+    source: Any = module
+    try:
+        if configured:
+            loose = dict(configured) if isinstance(configured, dict) else {"class_path": configured}
+            path, arguments = loose.pop("class_path", None), loose.pop("init_args", None) or {}
+            parser = LightningArgumentParser(exit_on_error=False)
+            parser.add_lightning_class_args(LightningDataModule, "data", subclass_mode=True)
+            given = parser.parse_object({"data": {"class_path": path, "init_args": {**arguments, **loose}}})
+            source = parser.instantiate(given).data
+            source.trainer = module.trainer
+        source.prepare_data()
+        source.setup("fit")
+        return tree_map_only(object, lambda loader: next(iter(loader)), source.train_dataloader())
+    except Exception as error:  # the user's code, or a setting
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ValueError(f"{type(source).__name__} has no first batch: {why}. The data's class is --data.") from error

@@ -305,7 +305,7 @@ def test_consolidate_of_a_damaged_source(damaged: Path, tmp_path: Path, capsys: 
     [
         (["inspect"], "DIR"),
         (["inspect", "a", "--nonsense"], "--nonsense"),
-        (["inspect", "a", "--tensros"], "unrecognized arguments: --tensros. Did you mean --tensors?"),
+        (["inspect", "a", "--tensros"], "unrecognized arguments: --tensros"),
         (["consolidate", "a", "b", "--max-size=5G"], "--max-size=5G"),
         (["consolidate", "a"], "OUT"),
         (["consolidate", "a", "b.ckpt", "--format", "zip"], "--format"),
