@@ -32,10 +32,10 @@ from lightning_zero.checkpoint.format.record import (
     BlobItem,
     Chunk,
     Index,
-    Item,
     Opened,
     Record,
     TensorItem,
+    ValueItem,
     put_together,
 )
 from lightning_zero.checkpoint.format.stored import Source, StoredTensor
@@ -269,7 +269,10 @@ def read_directory(files: Files) -> Opened:
     decoder = Decoder(lambda reference: _meta_tensor(directory, reference))
     try:
         for key, item in directory.record.items.items():
-            value, left_out = _value(directory, key, item)
+            if isinstance(item, TensorItem):
+                pairs.append((item.path, StoredTensor(directory.source, key, item)))
+                continue
+            value, left_out = _value(directory, item)
             if left_out is None:
                 pairs.append((item.path, value))
             else:
@@ -285,10 +288,8 @@ def read_directory(files: Files) -> Opened:
     return Opened(checkpoint, directory.digest, [f"'{name}' ({kind})" for name, kind in missing])
 
 
-def _value(directory: Directory, key: str, item: Item) -> tuple[Any, str | None]:
+def _value(directory: Directory, item: ValueItem | BlobItem) -> tuple[Any, str | None]:
     """A value, or the class for which it is not loaded."""
-    if isinstance(item, TensorItem):
-        return StoredTensor(directory.source, key, item), None
     if isinstance(item, BlobItem):
         found = load_safely(open_range(directory.files, item.file, item.offset, item.nbytes))
         return (None, item.type) if found is None else (found[0], None)

@@ -32,11 +32,29 @@ def staged(final: Path, text: str) -> Staging:
     return staging
 
 
-def test_saving_twice_replaces(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["c", "val::loss=0.1 %20"])
+def test_saving_twice_replaces(tmp_path: Path, name: str) -> None:
     for version in (1, 2):
-        save(tmp_path / "c", version)
-        load_and_verify(tmp_path / "c", version)
-        assert [path.name for path in tmp_path.iterdir()] == ["c"]
+        save(tmp_path / name, version)
+        load_and_verify(tmp_path / name, version)
+        assert [path.name for path in tmp_path.iterdir()] == [name]
+        assert len(os.listdir(tmp_path / name)) == 5 + (version - 1)
+
+
+def test_runs_that_save_to_one_name_by_mistake_leave_a_whole_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path / "c", 1)
+    pids = []
+    for first in (100, 200):
+        if (pid := os.fork()) == 0:
+            for version in range(first, first + 20):
+                save(tmp_path / "c", version)
+            os._exit(0)
+        pids.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0]
+    last = open_checkpoint(tmp_path / "c", control())["epoch"]
+    assert last in (119, 219)
+    load_and_verify(tmp_path / "c", last)
+    assert len(os.listdir(tmp_path / "c")) == 6
 
 
 def test_a_failure_on_one_rank_raises_on_all_and_leaves_the_old_checkpoint(tmp_path: Path) -> None:

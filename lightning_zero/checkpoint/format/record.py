@@ -12,8 +12,9 @@ are those of stock DCP directories, as Lightning's own sharded strategies write 
     meta.bin            tensors of ``meta.pt`` too large for JSON, as raw bytes; only if there are any
     __{rank}_0.distcp   one ``torch.save`` archive per box or value that the rank owns
 
-Behind a URL names carry the id of the save (``__0_0-<id>.distcp``, ``meta-<id>.pt``), and neither ``.metadata`` nor
-``meta.pt`` is listed; see [Note: Publishing without rename] in ``storage/publish.py``.
+Behind a URL, and where a checkpoint replaced another, names carry the id of the save (``__0_0-<id>.distcp``,
+``meta-<id>.pt``), and neither ``.metadata`` nor ``meta.pt`` is listed; see [Note: Publishing] in
+``storage/publish.py``.
 
 ``zero.json`` is ``{"format", "version", "sha256", "content"}``. The digest is over the compact JSON text of the
 content:

@@ -16,10 +16,10 @@ that belong to no checkpoint stay. The record does not list what step 3 replaces
 
 A file and a directory cannot take each other's name in one step: what is there is called ``NAME.old`` meanwhile.
 
-One run at a time may save to one name. The next save in the same folder removes what a killed process left. A
-temporary folder in use is told from a stale one by a lock (``flock``) on it, which the kernel drops with the process.
-Its name is random and never derived from the final one: Lightning finds checkpoints to resume from by searching
-folders for names that contain ``last`` or ``ckpt_``, and reads numbers out of them.
+One run at a time may save to one name in a store. The next save in the same folder removes what a killed process left.
+A temporary folder in use is told from a stale one by a lock (``flock``) on it, which the kernel drops with the process.
+Its name is random and never derived from the final one: Lightning finds checkpoints to resume from by searching folders
+for names that contain ``last`` or ``ckpt_``, and reads numbers out of them.
 
 For a store the temporary folder is local (``TMPDIR``), with room for what a rank holds: DCP's format is written to
 files, and stores want to know sizes, and whole files to repeat.
@@ -39,6 +39,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from fsspec import filesystem
 
 from lightning_zero.checkpoint.format.record import META_FILE, METADATA_FILE, RECORD_FILE
 from lightning_zero.checkpoint.storage.files import entries_of, is_remote, local_path, open_store
@@ -122,8 +124,14 @@ class Staging:
         if not self.suffix:
             _fsync(self.path)
             return _rename(self.path, self.final)
-        self._withdraw = True
-        self._replace([name for name in self.sizes() if self.suffix in name])
+        lock = os.open(self.final, os.O_RDONLY)  # for runs that save to one name by mistake
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            self._withdraw = True
+            self._replace([name for name in self.sizes() if self.suffix in name])
+        finally:
+            os.close(lock)
 
     def discard(self) -> None:
         """Every rank, at the end: delete what was not published. Never raises: the next save sweeps what is left."""
@@ -173,7 +181,7 @@ class Staging:
     @cached_property
     def _at(self) -> tuple[Any, str]:
         """The file system of fsspec, and the final name in it."""
-        return open_store(f"file://{self.final}")
+        return filesystem("file"), str(self.final)
 
     def _put(self, name: str) -> None:
         os.replace(self.path / name, self.final / name)
