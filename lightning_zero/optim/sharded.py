@@ -31,14 +31,7 @@ from lightning_zero.optim.whole import WholeParameters, WholeState
 from lightning_zero.shards.sharded import ShardedTensor
 from lightning_zero.shards.slice import Slice
 
-__all__ = ["BeforeStep", "ShardedOptimizer", "optimizer_rule"]
-
-BeforeStep = Callable[[str, Sequence[int], Callable[[ControlGroup], None], Callable[[], bool]], None]
-"""Lets all ranks agree that they are about to take the same step; collective: every rank.
-
-It gets the optimizer's label; 64-bit numbers that have to be equal on all ranks; what is called on every rank if they
-are not, to find out and raise if it matters; and what tells whether the step is what called.
-"""
+__all__ = ["ShardedOptimizer", "optimizer_rule"]
 
 
 class ShardedOptimizer:
@@ -47,7 +40,8 @@ class ShardedOptimizer:
     Args:
         label: how to name it in messages; the same on every rank.
         owned: all parameters of the engine.
-        before_step: called before every step, on every rank.
+        before_step: called before every step with the label; 64-bit numbers that all ranks compare; what is called on
+            every rank if they differ; and what says whether a step of the optimizer runs. Collective: every rank.
         after_step: called after every step with the units whose weights may have changed, and these.
         note: called with what user code writes to state.
         writable: whether the user can write to the masters at any time, because parameters show them; whole parameters
@@ -69,7 +63,7 @@ class ShardedOptimizer:
         label: str,
         owned: Mapping[nn.Parameter, Slice],
         collectives: Collectives,
-        before_step: BeforeStep,
+        before_step: Callable[[str, Sequence[int], Callable[[ControlGroup], None], Callable[[], bool]], None],
         after_step: Callable[[Mapping[int, Sequence[nn.Parameter]]], None],
         note: Callable[[str, int], None],
         writable: bool = False,
