@@ -6,7 +6,7 @@ unit; a module on the meta device is never in memory as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -41,12 +41,10 @@ class UnitBuilder:
             )
         _check_scripts(module, plan)
         self._module = module
-        self._parameters: Mapping[str, nn.Parameter] = dict(module.named_parameters(remove_duplicate=False))
+        self._parameters = dict(module.named_parameters(remove_duplicate=False))
         self._plan = plan
-        self._collectives = collectives
-        self._control = control
-        self._device = means.tiers.device
-        self._tiers = means.tiers
+        self._collectives, self._control = collectives, control
+        self._tiers, self._device = means.tiers, means.tiers.device
         self._placeholders = Placeholders()
         self._values = values
         self._offloaded: dict[FlatLayout, tuple[Tensor, Tensor | None]] = {}
@@ -58,38 +56,39 @@ class UnitBuilder:
         Raises ``OffloadError`` on every rank if one has no room for what is offloaded, or could not put it there.
         """
         if self._plan.offload is not None:
-            try:
-                self._take_room()
+            try:  # before the ranks depend on each other
+                for unit in self._plan.units:
+                    offloaded = [layout for layout in unit.layouts if self._plan.rest_of(layout).offloaded]
+                    self._offloaded |= {layout: self._room(unit, layout) for layout in offloaded}
             except (OffloadError, MemoryError) as error:
                 self._failure = error
             self._control.together("find room for what is offloaded", raising(self._failure), OffloadError)
-        if not self._plan.placement.shards_parameters:
-            units = [self._replicated(unit) for unit in self._plan.units]
-        else:
-            units = [self._sharded(unit) for unit in self._plan.units]
+        make = self._sharded if self._plan.placement.shards_parameters else self._replicated
+        units: list[Unit] = []
+        for plan in self._plan.units:
+            made = make(plan)
+            units.append(made)
+            for flat in made.flats:
+                for parameter, placeholder, shard in zip(flat.parameters, flat.placeholders, flat.shards, strict=True):
+                    _point(shard.spec.name, parameter, placeholder)
+            made.forget_written()  # what left the meta device counts its writes anew
+            if isinstance(made, ReplicatedUnit) and made.always_bound:
+                made.bind()
         if self._tiers.can_fail:
             self._control.together("put the first weights where they rest", raising(self._failure), OffloadError)
         return units
 
-    def _take_room(self) -> None:
-        """Memory for all masters and weights that do not rest on the device, before the ranks depend on each other."""
-        for unit in self._plan.units:
-            name = unit.name or "(root)"
-            for layout in unit.layouts:
-                rest, numel = self._plan.rest_of(layout), layout.shard_numel
-                if rest.offloaded:
-                    master = self._tiers.allocate(rest.master, numel, layout.dtype, f"masters of '{name}'")
-                    weights = None
-                    if rest.weights is not None:
-                        what = f"weights of '{name}'"
-                        weights = self._tiers.allocate(rest.weights, numel, layout.compute_dtype, what)
-                    self._offloaded[layout] = master, weights
-
-    def _room(self, layout: FlatLayout) -> tuple[Tensor, Tensor | None]:
-        """Memory for a master, and for the weights made of it if they are a copy elsewhere."""
+    def _room(self, unit: UnitPlan, layout: FlatLayout) -> tuple[Tensor, Tensor | None]:
+        """Memory for a master, and for the weights made of it if they are a copy elsewhere. See ``_offloaded``."""
         if layout in self._offloaded:
             return self._offloaded[layout]
-        return self._collectives.allocate(layout.shard_numel, layout.dtype, self._device), None
+        rest, numel, name = self._plan.rest_of(layout), layout.shard_numel, unit.name or "(root)"
+        if not rest.offloaded:
+            return self._collectives.allocate(numel, layout.dtype, self._device), None
+        master = self._tiers.allocate(rest.master, numel, layout.dtype, f"masters of '{name}'")
+        if rest.weights is None:
+            return master, None
+        return master, self._tiers.allocate(rest.weights, numel, layout.compute_dtype, f"weights of '{name}'")
 
     def _put(self, full: Tensor, flat: FlatParameters) -> None:
         """Keep this rank's part of a layout. A disk that fails is reported when all ranks are through."""
@@ -106,7 +105,9 @@ class UnitBuilder:
             full = self._collectives.allocate(layout.numel, layout.compute_dtype, self._device)
             own = self._collectives.own_range(full)
             shared = layout.dtype == layout.compute_dtype and not self._plan.rest_of(layout).offloaded
-            flat = self._flat(plan, layout, own) if shared else self._flat(plan, layout, self._room(layout)[0], own)
+            flat = (
+                self._flat(plan, layout, own) if shared else self._flat(plan, layout, self._room(plan, layout)[0], own)
+            )
             values = self._fill(plan, layout, full if shared else None)
             if not shared:
                 with untracked():
@@ -114,22 +115,13 @@ class UnitBuilder:
                 self._put(values, flat)
             buffers.append(full)
             flats.append(flat)
-        unit = ReplicatedUnit(plan, flats, buffers)
-        for flat in flats:
-            for parameter, placeholder, shard in zip(flat.parameters, flat.placeholders, flat.shards, strict=True):
-                _point(shard.spec.name, parameter, placeholder)
-        unit.forget_written()  # what left the meta device counts its writes anew
-        if unit.always_bound:
-            unit.bind()
-        return unit
+        return ReplicatedUnit(plan, flats, buffers)
 
     def _sharded(self, plan: UnitPlan) -> Unit:
         flats = []
         for layout in plan.layouts:
-            flat = self._flat(plan, layout, *self._room(layout))
+            flat = self._flat(plan, layout, *self._room(plan, layout))
             self._put(self._fill(plan, layout), flat)
-            for parameter, placeholder, shard in zip(flat.parameters, flat.placeholders, flat.shards, strict=True):
-                _point(shard.spec.name, parameter, placeholder)
             flats.append(flat)
         unit = ShardedUnit(plan, flats)
         for spec in plan.parameters:

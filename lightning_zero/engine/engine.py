@@ -517,9 +517,7 @@ class ZeroEngine:
         """
         self._recover()
         progress = self.progress
-        for unit in self.units:
-            if isinstance(unit, ShardedUnit) and unit.plan.module:  # in the root it goes untrained, as under DDP
-                unit.check_holders()
+        self._schedule.check_holders()
         if self.accumulates:
             raise RuntimeError(
                 f"{label} is about to step on gradients that were never reduced over the ranks: the last backward ran "
@@ -546,7 +544,7 @@ class ZeroEngine:
         writes = self.means.writes
         rows = self.agree(f"step {progress.steps} of {label}, after {passed}", [writes.digest, *values])
         writes.compare([row[0] for row in rows], self.means.control)
-        if differ is not None and any(row != rows[0] for row in rows):
+        if differ is not None and rows.count(rows[0]) < len(rows):
             differ(self.means.control)
         self._schedule.vacate()
         self.updating, self.access.stepping = True, running
@@ -560,8 +558,8 @@ class ZeroEngine:
         self.access.end_step()
         self.means.spans.stop(Phase.STEP)
         # What got its gradients last computes first in a forward, which is where its new weights are waited for.
-        places = {} if self._reducer is None else {index: at for at, index in enumerate(self._reducer.units)}
-        order = sorted(units, key=lambda index: places.get(index, -1), reverse=True)
+        reduced = [] if self._reducer is None else self._reducer.units
+        order = [index for index in dict.fromkeys((*reversed(reduced), *units)) if index in units]
         self.weights.refresh(order)
         for index in order:
             self.units[index].parameters_changed(units[index])
@@ -571,13 +569,6 @@ class ZeroEngine:
         if self.progress.depth > 0 and not self.progress.in_backward:
             self.progress.segment += 1
             self._open_forward()
-
-    def unit_stepped(self, index: int) -> None:
-        """Bring one unit's updated masters from the host to the compute copies, while the next one is stepped on.
-
-        Collective: every rank, for every unit of the optimizer, in ascending order; also if stepping has failed here.
-        """
-        self.weights.unit_stepped(index)
 
     def agree_stepped(self, failure: BaseException | None) -> None:
         """Tell the other ranks how the update went. Collective: every rank; raises on all if it failed on one."""
@@ -592,7 +583,7 @@ class ZeroEngine:
         self.access.note_written()
         for unit in self.units if self.plan.offload is not None else ():
             for flat in unit.flats:
-                if on_disk or flat.rest.master is not Tier.DISK:
+                if flat.shown is not None and (on_disk or flat.rest.master is not Tier.DISK):
                     flat.take_over_shown()
 
     def masters_changed(self, units: Sequence[int], parameters: Container[nn.Parameter] | None = None) -> None:

@@ -82,7 +82,7 @@ class Buffer:
         place: what it was taken for.
     """
 
-    __slots__ = ("free", "key", "made", "memory", "own", "place", "pool", "unit")
+    __slots__ = ("free", "key", "made", "memory", "own", "place", "pool", "unit", "version")
 
     def __init__(self, pool: BufferPool, memory: Tensor, place: Hashable) -> None:
         self.pool = pool
@@ -90,6 +90,7 @@ class Buffer:
         self.place = place
         self.key = storage_key(memory)
         self.unit: Any = None  # whose weights are, or were, in it
+        self.version = -1  # and of which version
         self.free: Event = None  # behind this, the memory may be overwritten; ``None``: behind all work so far
         self.made: dict[Any, Any] = {}  # tensors in it that are kept, by what they are
         self.own = users_of(self.key)  # tensors in it that are the engine's
@@ -183,7 +184,8 @@ class BufferPool:
     def _kept_of(self, units: Container[Any]) -> list[tuple[Any, Tensor]]:
         """Memory in which others have tensors, and where the weights of one of these ``units`` are, with the unit.
 
-        The pool lets go of it, so that nobody but them has tensors there, and asks once only.
+        The pool lets go of it, so that nobody but them has tensors there (a frame that has one counts, so this is a
+        function of its own), and asks once only.
         """
         for buffer in [buffer for buffer in self._idle.values() if buffer.unit in units and buffer.shared]:
             self._leave(self._idle.pop(buffer.place))

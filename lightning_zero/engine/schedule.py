@@ -41,12 +41,13 @@ import torch
 from lightning_zero._torch import compiler_of_frames, in_function_transform, is_tracing
 from lightning_zero.comm import raising
 from lightning_zero.comm.streams import Event
+from lightning_zero.config import Tier
 from lightning_zero.engine.agreement import Agreement, Means
 from lightning_zero.engine.events import Phase
 from lightning_zero.engine.guard import SavedTensorGuard
 from lightning_zero.engine.hooks import EngineHooks
 from lightning_zero.engine.unit import ShardedUnit, Unit
-from lightning_zero.errors import OffloadError, some
+from lightning_zero.errors import OffloadError, ParameterAccessError, some
 from lightning_zero.plan import Plan
 
 __all__ = ["UnitOrder", "UnitSchedule"]
@@ -243,8 +244,9 @@ class UnitSchedule:
         self._changes = 0  # how often masters may have got other values: at a step, and where a phase begins
         self._gathered = False  # whether anything but the root was gathered since then
         self._amid = False
-        self.fetches = plan.offload is not None
-        """Whether shards may be elsewhere than on the device."""
+        masters = {flat.rest.master for unit in self.sharded.values() for flat in unit.flats}
+        self.fetches = Tier.DISK in masters or (Tier.HOST in masters and means.tiers.streams.beside)
+        """Whether shards are worth fetching ahead of their gather."""
         self.guard = SavedTensorGuard(means.pool, self.sharded.values(), restore, means.tiers.streams)
         places = [unit.place if isinstance(unit, ShardedUnit) else None for unit in units]
         self._order = UnitOrder(means.agreement, places, self, plan.prefetch)
@@ -350,8 +352,8 @@ class UnitSchedule:
                 unit.release()
         if changed:
             self._means.pool.warn_of_kept(changed)
+            self._order.forget(units)
         self._means.tiers.fetcher.forget()
-        self._order.forget(units)
 
     def vacate(self) -> None:
         """Give the memory of buffers back until they are needed again, where no device has memory of its own.
@@ -363,7 +365,8 @@ class UnitSchedule:
         for unit in self._trained.values():
             if unit.storage is not None and not unit.pins:
                 unit.release()
-        self._order.forget(self._trained)
+        if self._trained:
+            self._order.forget(self._trained)
         self._means.pool.trim()
 
     def _changed(self) -> None:
@@ -372,6 +375,24 @@ class UnitSchedule:
         Ranks that an error stopped at different places of a phase agree again at the next.
         """
         self._changes, self._gathered = self._changes + 1, False
+
+    def check_holders(self) -> None:
+        """Raise ParameterAccessError if user code has put another parameter in the place of one of a unit's, for longer
+        than a forward (``torch.func.functional_call``). In the root it goes untrained, as under DDP."""
+        for unit in self.sharded.values():
+            for owner, key, name, parameter in unit.holders if unit.plan.module else ():
+                if owner["_parameters"].get(key) is parameter:
+                    continue
+                # `torch.nn.utils.prune` and `register_parametrization` put it elsewhere, and take it back.
+                inside = [
+                    part for child in owner["_modules"].values() if child is not None for part in child.parameters()
+                ]
+                if not any(part is parameter for part in (*owner["_parameters"].values(), *inside)):
+                    raise ParameterAccessError(
+                        f"Parameter '{name}' of unit '{unit.name}' was replaced by another object after set-up "
+                        "(load_state_dict(assign=True), a re-assigned attribute, or a re-tied weight). Change its "
+                        "values inside `with lightning_zero.full_parameters(module):` instead."
+                    )
 
     # ----------------------------------------------------------- units that stay
 
@@ -435,7 +456,7 @@ class UnitSchedule:
     def resident(self, index: int) -> bool:
         """Whether a unit's current weights are here or on their way."""
         unit = self.sharded[index]
-        return unit.storage is not None and unit.filled_at == unit.version
+        return unit.storage is not None and unit.storage.version == unit.version
 
     def announce(self, index: int) -> None:
         """Begin to fetch a unit's shards from where they are offloaded to."""

@@ -16,7 +16,6 @@ from lightning_zero.config import Tier
 from lightning_zero.engine.agreement import ExternalWrites, Means
 from lightning_zero.engine.pool import Buffer, carve
 from lightning_zero.errors import OffloadError, ParameterAccessError
-from lightning_zero.offload.transfers import Fetcher
 from lightning_zero.plan import UnitPlan, pack
 from lightning_zero.shards.binding import (
     Bound,
@@ -52,11 +51,10 @@ class Unit:
         self.held = False
         """Whether the user's parameters show full values of their own (``full_parameters``), and must go on to."""
         placeholders = [placeholder for flat in flats for placeholder in flat.placeholders]
-        self._absent: list[Bound] = [
-            (parameter, placeholder, absent_kind(original_kind(parameter)))
-            for parameter, placeholder in zip(self.parameters, placeholders, strict=True)
-        ]
-        self._versions = [parameter._version for parameter in self.parameters]
+        kinds = list(map(original_kind, self.parameters))
+        self._kinds = list(map(shown_kind, kinds))
+        self._absent: list[Bound] = list(zip(self.parameters, placeholders, map(absent_kind, kinds), strict=True))
+        self._versions = list(map(version_of, self.parameters))
 
     @property
     def index(self) -> int:
@@ -68,17 +66,11 @@ class Unit:
         """For people: the path of its module."""
         return self.plan.name or "(root)"
 
-    def show_placeholders(self) -> None:
-        """Let the user's parameters stand for values that are not there."""
-        hide(self._absent)
-
     def _bindings(self, buffers: Sequence[Tensor]) -> list[Bound]:
         """Each of the user's parameters, the view of ``buffers`` that holds its full value, and its class then."""
-        return [
-            (parameter, view, shown_kind(original_kind(parameter)))
-            for buffer, flat in zip(buffers, self.flats, strict=True)
-            for parameter, view in zip(flat.parameters, views_of(buffer, flat.layout), strict=True)
-        ]
+        pairs = zip(buffers, self.flats, strict=True)
+        views = [view for buffer, flat in pairs for view in views_of(buffer, flat.layout)]
+        return list(zip(self.parameters, views, self._kinds, strict=True))
 
     @property
     def written(self) -> bool:
@@ -87,7 +79,7 @@ class Unit:
 
     def forget_written(self) -> None:
         """Begin anew to look for writes to parameters."""
-        self._versions = [parameter._version for parameter in self.parameters]
+        self._versions = list(map(version_of, self.parameters))
 
     def count(self, parameter: nn.Parameter, writes: int) -> None:
         """Note that a parameter's version says ``writes`` more than user code has written to it."""
@@ -116,10 +108,10 @@ class Unit:
         self.version += 1
         torch.autograd.graph.increment_version(parameters)
         if len(parameters) == len(self._versions):  # all of them, as nearly always
-            self._versions = [version + 1 for version in self._versions]
-            return
-        for parameter in parameters:
-            self.count(parameter, 1)
+            self._versions = list(map((1).__add__, self._versions))
+        else:
+            for parameter in parameters:
+                self.count(parameter, 1)
 
 
 class ReplicatedUnit(Unit):
@@ -155,7 +147,7 @@ class ReplicatedUnit(Unit):
     def unbind(self) -> None:
         """Let the user's parameters show placeholders, unless they can always show the truth."""
         if not self.always_bound and not self.held:
-            self.show_placeholders()
+            hide(self._absent)
 
     def views(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Where the full values of each parameter are."""
@@ -201,7 +193,6 @@ class ShardedUnit(Unit):
         self.holders: list[tuple[dict[str, Any], str, str, nn.Parameter]] = []
         """Where each parameter is an attribute: the module's ``vars``, the name there, and the full one."""
         self.storage: Buffer | None = None  # where the full parameters are
-        self.filled_at = -1  # version of the weights there
         self.pending: list[Pending] = []  # transfers that still write there
         self.pins = 0  # who computes with them
         self.content = 0
@@ -210,7 +201,7 @@ class ShardedUnit(Unit):
     @property
     def resident(self) -> bool:
         """Whether the full, current weights are here or on their way."""
-        return self.storage is not None and self.filled_at == self.version
+        return self.storage is not None and self.storage.version == self.version
 
     @property
     def nbytes(self) -> int:
@@ -236,17 +227,25 @@ class ShardedUnit(Unit):
         pending: list[Pending] = []
         if self.storage is not None and not self.pins:
             self.release()
-        collectives, streams = means.collectives, means.tiers.streams
-        index, target = self.plan.index, means.pool.take(self.place)
-        target.unit = self
+        collectives, streams, index = means.collectives, means.tiers.streams, self.plan.index
+        target = means.pool.take(self.place)
+        target.unit, target.version = self, self.version
         buffers, _ = target.made.get(index) or target.keep(index, self._bound_in)
         with untracked(), streams.gathering(target.free) if streams.beside else _NOTHING:
             if streams.beside:
                 streams.wait(masters)
             for number, (flat, buffer) in enumerate(zip(self.flats, buffers, strict=True)):
                 content, source = ((index, number), self.content), flat.master if flat.weights is None else flat.weights
-                if flat.rest.master is not Tier.DEVICE:  # this rank's part of the gather must come, whatever happens
-                    failure = _fetch(means.tiers.fetcher, source, collectives.own_range(buffer)) or failure
+                if flat.rest.master is not Tier.DEVICE:
+                    own = collectives.own_range(buffer)
+                    try:
+                        if source.dtype == own.dtype:
+                            means.tiers.fetcher.fetch(source, own)
+                        else:
+                            own.copy_(source)
+                    except OffloadError as error:  # this rank's part of the gather must come all the same
+                        own.fill_(float("nan") if own.dtype.is_floating_point else 0)
+                        failure = error
                     pending.append(collectives.all_gather(buffer, what, content=content))
                 else:
                     pending.append(collectives.all_gather(buffer, what, None, source, version, content))
@@ -255,7 +254,7 @@ class ShardedUnit(Unit):
                 handle.wait()
             means.pool.drop(target)
         else:
-            self.storage, self.filled_at, self.pending = target, self.version, pending
+            self.storage, self.pending = target, pending
         return failure
 
     def wait(self) -> None:
@@ -274,17 +273,6 @@ class ShardedUnit(Unit):
         self.pins += 1
         if self.pins == 1 and not self.held:
             show(self.storage.made[self.plan.index][1])
-
-    def check_holders(self) -> None:
-        """Raise ParameterAccessError if user code has put another parameter in the place of one of these, for longer
-        than a forward (``torch.func.functional_call``)."""
-        for owner, key, name, parameter in self.holders:
-            if owner["_parameters"].get(key) is not parameter and not _holds(owner, parameter):
-                raise ParameterAccessError(
-                    f"Parameter '{name}' of unit '{self.name}' was replaced by another object after set-up "
-                    "(load_state_dict(assign=True), a re-assigned attribute, or a re-tied weight). Change its values "
-                    "inside `with lightning_zero.full_parameters(module):` instead."
-                )
 
     def unbind(self, streams: Streams) -> bool:
         """Take back one ``bind``. After the last one parameters show placeholders, and the buffer keeps the values.
@@ -318,7 +306,7 @@ class ShardedUnit(Unit):
     def abandon(self) -> None:
         """Forget every claim after an error in the middle of a step; values are gathered anew when next needed."""
         if not self.held:
-            self.show_placeholders()
+            hide(self._absent)
         self.storage, self.pending, self.pins, self.outstanding = None, [], 0, 0
         self.content += 1  # ranks have come to different places
 
@@ -361,23 +349,3 @@ class ShardedUnit(Unit):
             f"Unit '{self.name}' cannot {what}. This is an error in lightning_zero itself; please report it with the "
             "model that shows it."
         )
-
-
-def _holds(owner: dict[str, Any], parameter: nn.Parameter) -> bool:
-    """Whether a module, by its ``vars``, still has the parameter under another name: ``torch.nn.utils.prune`` and
-    ``register_parametrization`` put it there, and take it back."""
-    inside = (part for child in owner["_modules"].values() if child is not None for part in child.parameters())
-    return any(part is parameter for part in (*owner["_parameters"].values(), *inside))
-
-
-def _fetch(fetcher: Fetcher, source: Tensor, own: Tensor) -> OffloadError | None:
-    """Bring a shard from where it rests. Returns why that was not possible: it is NaN then."""
-    try:
-        if source.dtype == own.dtype:
-            fetcher.fetch(source, own)
-        else:
-            own.copy_(source)
-    except OffloadError as error:
-        own.fill_(float("nan") if own.dtype.is_floating_point else 0)
-        return error
-    return None

@@ -23,6 +23,7 @@ dtype, so what is written is refused at the end of the scope.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 
@@ -36,6 +37,8 @@ from lightning_zero.errors import OffloadError
 from lightning_zero.offload.transfers import Copy
 
 __all__ = ["HALF_UPDATED", "PublishedWeights"]
+
+_NOTHING = nullcontext()
 
 HALF_UPDATED = "No rank goes on with half-updated weights. Resume from the last checkpoint, which is intact."
 
@@ -67,7 +70,10 @@ class PublishedWeights:
         self._returned.clear()
 
     def unit_stepped(self, index: int) -> None:
-        """See ``ZeroEngine.unit_stepped``."""
+        """Bring one unit's updated masters from the host to the compute copies, while the next one is stepped on.
+
+        Collective: every rank, for every unit of the optimizer, in ascending order; also if stepping has failed here.
+        """
         unit = self._units[index]
         copies = [  # those on disk went there piece by piece
             Copy(flat.master, flat.weights)
@@ -90,7 +96,8 @@ class PublishedWeights:
         for unit in [self._units[index] for index in stepped if index not in self._returned]:
             try:
                 for flat in unit.flats:
-                    flat.refresh()
+                    if flat.weights is not None:
+                        flat.refresh()
             except OffloadError as error:  # the gather below must come all the same
                 failure = failure or error
             if isinstance(unit, ReplicatedUnit):
@@ -102,8 +109,9 @@ class PublishedWeights:
 
     def publish(self, unit: ReplicatedUnit) -> None:
         """Start to bring a unit's new weights to all ranks. Collective: every rank, in the same order."""
-        self.settle([unit])
-        with self._means.spans.of(Phase.PUBLISH, unit.name, unit.nbytes), untracked():
+        if unit in self._arriving or self._lent:
+            self.settle([unit])
+        with self._span(Phase.PUBLISH, unit), untracked():
             what = f"parameters of '{unit.name}'"
             self._arriving[unit] = [
                 self._means.collectives.all_gather(buffer, what, content=unit.content_of(number))
@@ -159,6 +167,9 @@ class PublishedWeights:
         self._lent.clear()
         self._returned.clear()
 
+    def _span(self, phase: Phase, unit: ReplicatedUnit) -> AbstractContextManager[None]:
+        return self._means.spans.of(phase, unit.name, unit.nbytes) if self._means.spans.heard else _NOTHING
+
     def _is_compiled(self) -> bool:
         if self._compiled is None:
             self._compiled = any(is_compiled_module(module) for module in self._module.modules())
@@ -168,7 +179,7 @@ class PublishedWeights:
         for unit in units:
             if unit not in self._arriving:
                 continue
-            with self._means.spans.of(Phase.WAIT_PUBLISH, unit.name, unit.nbytes):
+            with self._span(Phase.WAIT_PUBLISH, unit):
                 for handle in self._arriving[unit]:
                     handle.receive()
             self._lent += self._arriving.pop(unit)

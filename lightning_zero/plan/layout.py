@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -75,7 +76,7 @@ class ParameterSpec:
     # Tensors of its size that autograd has at once while it makes the gradient: several where parts of it are added up.
     parts: int = 1
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements; 1 for a scalar, 0 if one dimension is 0."""
         return math.prod(self.shape)

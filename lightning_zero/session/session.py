@@ -420,7 +420,7 @@ def make_steps(engine: ZeroEngine, local_ranks: int) -> Steps | None:
     if offload is None or not offload.optimizer:
         return None
     threads = step_threads(offload, local_ranks, engine.device)
-    steps = Steps(threads=threads, publish=engine.unit_stepped, agree=engine.agree_stepped)
+    steps = Steps(threads=threads, publish=engine.weights.unit_stepped, agree=engine.agree_stepped)
     return cast(Steps, extension("nvme").make_steps(engine, steps)) if isinstance(offload, NvmeOffload) else steps
 
 
