@@ -191,15 +191,6 @@ def small_things(trainer: pl.Trainer, probe: Probe) -> dict[str, Storages]:
     state = [value for found in states for values in found.values() for value in values.values()]
     return {
         "chunk to sum in": {} if keeps_receive_buffer(trainer.strategy) else storages(engine.collectives.buffers),
-        "counters of segments": storages(
-            value
-            for adapter in trainer.strategy.session.adapters
-            for stepper in (getattr(adapter._stepper, "_memory", adapter._stepper),)
-            for plan in (stepper._plans.values() if stepper is not None else ())
-            for segment in plan.together
-            for value in segment._state.values()
-            if isinstance(value, Tensor) and not value.dim()
-        ),
         "step counters": storages(value for value in state if not value.dim()),
         "placeholders": storages(binding.placeholder for binding in engine.access.bindings.values()),
         "buffers": storages(probe.buffers()),
