@@ -49,7 +49,12 @@ _RUN_OPTIONS = {
 def _run_tool(command: str, args: Sequence[str], *, early: bool = False) -> bool:
     """Run a command that trains nothing. False if it needs Lightning, and it is too ``early`` to import it."""
     run = consolidate if command == "consolidate" else partial(extension(_OF_EXTENSIONS[command]).run, early=early)
-    code: int | None = run(args)
+    try:
+        code: int | None = run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough, as `head` has: nothing more can be printed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
     if code:
         raise SystemExit(code)
     return code is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_zero import ZeroCLI, ZeroStrategy, __version__
 from lightning_zero.cli import main
 from lightning_zero.config import CheckpointPolicy, HostOffload, NvmeOffload, Offload
-from tests.helpers.script import run_forked, run_script
+from tests.helpers.script import ROOT, run_forked, run_script
 
 BORING = "--model=lightning.pytorch.demos.boring_classes.BoringModel"
 
@@ -353,3 +354,13 @@ def test_command_runs_on_two_processes(tmp_path: Path, command: str) -> None:
     )
 
     assert "Starting with 2 processes" in stderr
+
+
+def test_a_reader_that_has_seen_enough_ends_a_command_quietly() -> None:
+    command = [sys.executable, "-m", "lightning_zero", "plan", "--parameters", "7B", "--world-size=8"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, text=True) as process:
+        process.stdout.close()  # type: ignore[union-attr]  # as `head` does
+        errors = process.stderr.read()  # type: ignore[union-attr]
+        assert process.wait(60) == 1
+    assert "Traceback" not in errors
+    assert "BrokenPipe" not in errors

@@ -237,7 +237,7 @@ def test_bytes_per_parameter_are_what_the_plan_says(stage: int, page: str) -> No
         model = nn.Sequential(nn.Linear(512, 512, bias=False))
 
     plan = build_plan(model, stage=stage, world_size=4)
-    memory = plan.expected_memory(optimizer_tensors=2)
+    memory = plan.expected_memory()
     at_rest = memory.parameters + memory.masters + memory.gradients + memory.optimizer
 
     assert at_rest == eval(formula, {"W": 4}) * 512 * 512

@@ -272,7 +272,7 @@ class ControlGroup:
         size = 8 * self.width
         with doing(place):
             rows = self._rows(message[:size].ljust(size, b"\0"))
-            if any(row[:8] != message[:8] for row in rows):
+            if {bytes(row[:8]) for row in rows} != {message[:8]}:
                 places = enumerate(self.gather_objects(place, "places"))
                 raise DivergenceError(_ELSEWHERE.format("\n".join(f"  rank {rank}: {text}" for rank, text in places)))
             if len(message) > size:

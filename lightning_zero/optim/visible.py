@@ -94,6 +94,12 @@ class VisibleState(MutableMapping[Any, Any]):
         if entry is not None:
             self._view.note(f"the optimizer state 'all' of '{entry.name}'", 0)
 
+    def pop(self, key: Any, *default: Any) -> Any:
+        found = self.get(key, *default)  # the mapping's own would ask `[]`, which answers as a defaultdict does
+        if key in self or not default:
+            del self[key]
+        return found
+
     def clear(self) -> None:
         self._view.check_shown()
         self.inner.clear()

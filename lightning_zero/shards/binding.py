@@ -236,7 +236,10 @@ class _Shown:
         if binding is None or binding.parameter is not self:
             return get_gradient(self)
         if _clearing and _clearing == get_ident():
-            self.grad = None  # it only asks whether there is one: none is made to be shown
+            if (owner := binding.owner()) is None:
+                self.grad = None
+            else:
+                owner.write_gradient(binding, None)  # it only asks whether there is one: none is made to be shown
             return None
         if binding.behind:
             raise ParameterAccessError(
