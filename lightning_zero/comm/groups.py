@@ -326,6 +326,16 @@ class Groups:
         for resource in list(self._resources.values()):
             resource.stop()
 
+    def check_hosts(self) -> None:
+        """Raise ValueError, on all ranks, if those of a shard group are not on one host. Collective: every rank."""
+        hosts, size = self.control.gather_objects(socket.gethostname()), self.shard.world_size
+        for first in range(0, len(hosts), size):
+            if len(names := sorted(set(hosts[first : first + size]))) > 1:
+                raise ValueError(
+                    f"shard_within='node': ranks {first} to {first + size - 1} are on the hosts {', '.join(names)}. "
+                    "Have the launcher number the ranks node by node (Slurm: --distribution=block), or give a number."
+                )
+
     def rendezvous(self, occasion: str, note: str, seconds: float) -> dict[int, str]:
         """Say that this rank is here, and see who else comes to their next call for this occasion.
 

@@ -89,6 +89,8 @@ class ZeroSession:
         wire: Callable[[Groups, Streams, torch.device], Collectives] | None = None,
     ) -> None:
         self.settings, self.groups = settings, groups
+        if settings.shard_within == "node":
+            groups.check_hosts()
         self.device, self.local_rank, self.local_ranks = device, local_rank, local_ranks
         exchange = Exchange(settings.compression, settings.secondary_shards)
         self.wire = wire or partial(choose_collectives, exchange=exchange)

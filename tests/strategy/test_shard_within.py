@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import socket
 from contextlib import nullcontext
 from pathlib import Path
 from threading import Event
@@ -25,7 +26,7 @@ from lightning_zero import (
     full_parameters,
     grad_norm,
 )
-from lightning_zero.comm import CollectiveCall
+from lightning_zero.comm import CollectiveCall, Groups
 from lightning_zero.plan.costs import expected_traffic
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import WorldError, run_world
@@ -358,6 +359,13 @@ def test_what_cannot_be() -> None:
             ZeroStrategy(shard_within=wrong)  # type: ignore[arg-type]
     with pytest.raises(WorldError, match="3 ranks cannot be split into groups of 2"):
         run_world(3, lambda rank: fit(3, 2, Net(), steps=1), timeout=60)
+
+    def elsewhere(rank: int) -> None:
+        socket.gethostname = lambda: f"node{rank % 2}"
+        Groups.create(span=2).check_hosts()
+
+    with pytest.raises(WorldError, match="ranks 0 to 1 are on the hosts node0, node1"):
+        run_world(4, elsewhere, timeout=60)
 
 
 def test_one_node_is_one_group() -> None:
