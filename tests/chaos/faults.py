@@ -275,11 +275,14 @@ ALL = [
     Fault(name="batch skipped", act=_skip, places=("on_train_batch_start",)),
     Fault(name="fewer batches", act=lambda m: setattr(m, "batches", 3), places=("setup",), told="has ended on rank"),
     Fault(name="another model", act=_grow, places=("configure_model",), told="another .* than rank 0"),
-    Fault(name="another learning rate", act=_other_rate, places=BETWEEN, told="option 'lr': rank"),
+    Fault(name="another learning rate", act=_other_rate, places=BETWEEN, told=r"option 'lr': 0\.\d+\n  rank 1"),
     Fault(name="another checkpoint", older=True, places=LOADING, told=r"rank \d sees another checkpoint"),
     Fault(name="file deleted", damage=lambda c: _data_file(c).unlink(), places=LOADING, told=r"distcp"),
     Fault(name="file cut", damage=lambda c: os.truncate(_data_file(c), 900), places=LOADING, told=r"distcp"),
     Fault(name="byte flipped", damage=_flip, places=LOADING, told=r"distcp.*damaged"),
-    Fault(name="another file deleted", damage=lambda c: (c / "meta.pt").unlink(), places=LOADING, told=r"meta\.pt"),
+    Fault(
+        name="another file deleted", damage=lambda c: [file.unlink() for file in c.glob("meta*.pt")], places=LOADING,
+        told=r"meta.*\.pt",
+    ),
 ]  # fmt: skip
 FAULTS = {fault.name: fault for fault in ALL}
