@@ -5,7 +5,7 @@ Importing this package registers the strategy names, and lets Lightning's ``load
 
 from __future__ import annotations
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 from lightning_zero.cli import answer_early
 
