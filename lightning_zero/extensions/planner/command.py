@@ -28,6 +28,7 @@ from lightning_zero._torch import tree_leaves
 from lightning_zero.config import Stage
 from lightning_zero.extensions.planner.estimate import (
     MemoryEstimate,
+    Recommendation,
     Way,
     describe_ways,
     estimate_memory,
@@ -271,8 +272,21 @@ class Planner:
             "fastest": fastest and asdict(fastest),
         }
 
+    def draw(self, path: str) -> None:
+        """Write the picture of the stages side by side. Raises OSError or ValueError where that cannot be."""
+        estimate, memory = self.estimate(), self.memory or {}
+        offload = self._shows_offload(estimate.recommend(**memory) if memory else None)
+        estimate.draw(path, device_nbytes=memory.get("device_nbytes"), offload=offload)
+
+    def _shows_offload(self, advice: Recommendation | None) -> bool:
+        fits = [] if advice is None else [advice.name] if advice.name else advice.fits
+        only_with = advice is not None and all(name.endswith("_offload") for name in fits)
+        return only_with or self.settings["offload"] is not None
+
     def report(self) -> str:
-        """What the command prints."""
+        """What the command prints, after it has drawn the picture that it was asked for."""
+        if self.config.plot is not None:
+            self.draw(self.config.plot)
         return json.dumps(self.numbers(), indent=2) if self.config.json else self.describe()
 
     def describe(self) -> str:
@@ -282,9 +296,7 @@ class Planner:
             accelerator, steps = estimate.accelerator, estimate.micro_steps
             parts.append(self.plan().describe(optimizer=self.optimizer, accelerator=accelerator, micro_steps=steps))
         advice = None if self.memory is None else estimate.recommend(**self.memory)
-        fits = [] if advice is None else [advice.name] if advice.name else advice.fits
-        offload = advice is not None and all(name.endswith("_offload") for name in fits)
-        offload |= self.settings["offload"] is not None
+        offload = self._shows_offload(advice)
         parts.append(estimate.describe(offload=offload))
         parts += [self.unknown] if self.unknown else []
         if self.assumed:

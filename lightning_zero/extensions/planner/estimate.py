@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import HostOffload, Offload, Placement, check_whole
 from lightning_zero.errors import readable_size, table
-from lightning_zero.extensions.planner.report import word_of
+from lightning_zero.extensions.planner.report import draw, word_of
 from lightning_zero.plan import ParameterSpec, Plan
 from lightning_zero.plan.costs import (
     CollectiveTraffic,
@@ -229,6 +229,10 @@ class MemoryEstimate:
         lines = [f"{self.numel:,} parameters, {self.optimizer.name}, {self.precision}, {processes}", "", *table(rows)]
         more = "From a number of parameters: slots and buckets, which depend on the model's parts, come on top."
         return "\n".join(lines if self.counted else [*lines, "", more])
+
+    def draw(self, path: str, *, device_nbytes: int | None = None, offload: bool = False) -> None:
+        """Write a picture of the peaks in ``describe``, with a line at so many bytes; see ``report.draw``."""
+        draw(self._shown(offload), path, self._at_peak, device_nbytes)
 
     def _shown(self, offload: bool) -> dict[str, StageMemory]:
         shown = {name: stage for name, stage in self.stages.items() if offload or not name.endswith("_offload")}

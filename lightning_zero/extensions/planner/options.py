@@ -24,6 +24,7 @@ OPTIONS = {
     "sequence_length": "Tokens of each example there.",
     "link_between": "Speed of a machine's link to the others, each way: 10Gbit/s or 10Gbps. Shows seconds.",
     "link_within": "Speed of a process's link within its machine, each way: 100GB/s.",
+    "plot": "Write a picture, FILE.png or FILE.svg: a bar of each stage. Needs matplotlib.",
     "json": "Print everything as one JSON object.",
     "stage": "ZeRO stage: 1, 2 or 3. From trainer.strategy if not given.",
     "world_size": "Number of processes. trainer.devices * trainer.num_nodes if not given.",

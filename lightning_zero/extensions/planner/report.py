@@ -1,27 +1,29 @@
-"""A plan as tables."""
+"""A plan and a comparison of stages as tables and pictures."""
 
 from __future__ import annotations
 
+import importlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import takewhile
 from typing import Any
 
 from lightning_zero.config import Tier
-from lightning_zero.errors import readable_size, table
+from lightning_zero.errors import UNITS, readable_size, table
 from lightning_zero.plan import FlatLayout, Plan, UnitPlan
 from lightning_zero.plan.costs import (
     DiskBytes,
     HostBytes,
     Memory,
     OptimizerCost,
+    StageMemory,
     Traffic,
     expected_traffic,
     stage_memory,
 )
 
-__all__ = ["describe_plan", "plan_numbers", "word_of"]
+__all__ = ["describe_plan", "draw", "plan_numbers", "word_of"]
 
 LONGEST_NAME = 48
 """Characters of a unit's name that the table shows."""
@@ -161,3 +163,32 @@ def _memory_rows(plan: Plan, optimizer: OptimizerCost, accelerator: bool) -> lis
 def word_of(category: str) -> str:
     """What people call a category of memory."""
     return _WORDS.get(category, category.replace("_", " "))
+
+
+def draw(stages: Mapping[str, StageMemory], path: str, title: str, line: int | None = None) -> None:
+    """Write a picture, ``.png`` or ``.svg``: for each stage a bar of what a rank's device holds at the peak, and a line
+    at so many bytes. Raises ValueError for what matplotlib cannot write, ImportError without it."""
+    try:
+        figure: Any = importlib.import_module("matplotlib.figure").Figure(
+            (9, 1.6 + 0.4 * len(stages)), layout="constrained"
+        )
+        colors: Any = importlib.import_module("matplotlib").colormaps["tab20"].colors
+    except ImportError as error:
+        raise ImportError(f"A picture needs matplotlib ({error}): pip install 'lightning-zero[plot]'.") from error
+    most = max(line or 0, *(stage.peak.total for stage in stages.values()))
+    unit = readable_size(most).split()[1]
+    scale = 1000 ** UNITS.index(unit)
+    axes, left = figure.subplots(), [0.0] * len(stages)
+    for color, (category, _) in zip(colors, next(iter(stages.values())).peak.items(), strict=False):
+        sizes = [getattr(stage.peak, category) / scale for stage in stages.values()]
+        if any(sizes):
+            axes.barh(list(stages), sizes, left=left, label=word_of(category), height=0.7, color=color)
+            left = [sum(pair) for pair in zip(left, sizes, strict=True)]
+    if line is not None:
+        axes.axvline(line / scale, color="black", linestyle="--", label=f"{readable_size(line)} of a device")
+    for end, (name, stage) in zip(left, stages.items(), strict=True):
+        axes.annotate(readable_size(stage.peak.total), (end, name), (4, 0), textcoords="offset points", va="center")
+    axes.set(xlabel=f"{unit} of one process, {title}", xlim=(0, 1.15 * most / scale))
+    axes.invert_yaxis()
+    figure.legend(loc="outside upper center", ncols=4, frameon=False)
+    figure.savefig(path, dpi=150, metadata={"Date": None} if path.lower().endswith("svg") else None)

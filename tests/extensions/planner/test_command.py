@@ -995,6 +995,41 @@ def test_activations_of_a_hugging_face_model(llama: Path, monkeypatch: pytest.Mo
         tokens_for(nn.Linear(1, 1), 3, 64)
 
 
-def test_the_picture_of_0_2_is_gone(capsys: pytest.CaptureFixture[str]) -> None:
-    exits(2, "--parameters=7B", "--world-size=2", "--plot=plan.png")
-    assert "--plot" in capsys.readouterr().err
+# ------------------------------------------------------------------------------------------------------------ picture
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_picture_has_a_bar_for_each_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", *SMALL, *MEASURED, WORDS, "--host-memory=3GB", f"--plot={tmp_path / 'plan.svg'}"])
+    drawn = (tmp_path / "plan.svg").read_text()
+    assert drawn.startswith("<?xml")
+    # Text is drawn as paths, and stands beside them as a comment.
+    for text in (
+        "none",
+        "zero1",
+        "optimizer state",
+        "activations",
+        "1.50 GB of a device",
+        "GB of one process, at peak",
+    ):
+        assert f"<!-- {text}" in drawn
+    assert "zero3_offload" not in drawn  # as in the table, where nothing needs it
+    main(["plan", "--parameters=7B", "--world-size=2", "--offload=host", f"--plot={tmp_path / 'plan.svg'}"])
+    drawn = (tmp_path / "plan.svg").read_text()
+    assert all(f"<!-- {text}" in drawn for text in ("zero3_offload", "GB of one process, at peak, without activations"))
+    main(["plan", "--parameters=7B", "--world-size=2", f"--plot={tmp_path / 'plan.png'}"])
+    assert (tmp_path / "plan.png").read_bytes()[1:4] == b"PNG"
+    capsys.readouterr()
+    exits(2, "--parameters=7B", "--world-size=2", f"--plot={tmp_path / 'plan.doc'}")
+    assert "Format 'doc' is not supported" in capsys.readouterr().err
+    exits(1, "--parameters=7B", "--world-size=2", f"--plot={tmp_path / 'missing' / 'plan.svg'}")
+    assert re.search("plan: error: .*No such file or directory: '.*missing", capsys.readouterr().err)
+
+
+def test_without_matplotlib_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    exits(1, "--parameters=7B", "--world-size=2", "--plot=plan.png")
+    assert "pip install 'lightning-zero[plot]'" in capsys.readouterr().err
