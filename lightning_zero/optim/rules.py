@@ -17,7 +17,7 @@ import random
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import product
 from numbers import Real
 from textwrap import shorten
@@ -87,7 +87,8 @@ _NEEDS_CLOSURE = (
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:
-    """Whether ``step`` has an argument ``closure`` without a default, or asks for one in an error of a trial step."""
+    """Whether ``step`` has an argument ``closure`` without a default, or a copy on small tensors raises without one and
+    calls one that it gets."""
     step: Any = inspect.unwrap(type(optimizer).step)  # without what torch has wrapped around it
     try:
         closure = inspect.signature(step).parameters.get("closure")
@@ -95,12 +96,17 @@ def _needs_closure(optimizer: Optimizer) -> bool:
         return False
     if closure is None or str(step.__module__).startswith("torch.optim."):
         return closure is not None and closure.default is closure.empty
-    try:
-        with _trial():
-            _stepped(optimizer, None, 1.0, None)
-    except Exception as error:
-        return "closure" in repr(error).lower()
-    return False
+    calls: list[Tensor] = []
+
+    def loss() -> Tensor:
+        calls.append(torch.ones((), requires_grad=True))
+        return calls[-1]
+
+    for arguments in ({}, {"closure": loss}):
+        with suppress(Exception), _trial():
+            _stepped(optimizer, None, 1.0, None, **arguments)
+            break
+    return bool(calls)
 
 
 def refuse_closure(optimizer: Optimizer, error: BaseException) -> None:
@@ -193,11 +199,12 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _stepped(
-    optimizer: Optimizer, rate: float | None, scale: float, rank: int | None
+    optimizer: Optimizer, rate: float | None, scale: float, rank: int | None, **arguments: Any
 ) -> tuple[list[list[Tensor]], list[str]]:
     """Each stand-in and its state after some steps of a copy, and the options of its param groups.
 
-    ``rank``: which of two it is, ``None``: the only one. A ``scale`` that is not finite is one of the first parameter.
+    ``arguments`` are those of the step. ``rank``: which of two it is, ``None``: the only one. A ``scale`` that is not
+    finite is one of the first parameter.
     """
     torch.manual_seed(0)
     random.seed(0)
@@ -223,7 +230,7 @@ def _stepped(
     for step in gradients:
         for place, (parameter, gradient) in enumerate(zip(stepped, step, strict=True)):
             parameter.grad = gradient if parameter.requires_grad and rank in (None, place % 2) else None
-        bare_step(twin)()
+        bare_step(twin)(**arguments)
     values = [[p, *(v for v in tree_leaves(twin.state.get(p, {})) if isinstance(v, Tensor))] for p in stepped]
     found = [[v.detach() for v in each if v.is_floating_point() or v.is_complex()] for each in values]
     return found, lines_of(twin, "", [])

@@ -34,19 +34,29 @@ class Asserting(Base):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Says so first."""
-        assert closure is not None, "This needs a closure"
+        assert closure is not None, "needed"
         closure()
 
 
 class Raising(Base):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if not closure:
-            raise ValueError("No closure was passed")
+            raise ValueError("needed")
         closure()
 
 
 class Inheriting(Raising):
     pass
+
+
+class Calling(Base):
+    def step(self, closure: Any = None) -> Any:
+        return torch.enable_grad()(closure)()
+
+
+class Ignoring(Base):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None
 
 
 class Guarding(Base):
@@ -60,12 +70,12 @@ def made(cls: type[Optimizer]) -> Optimizer:
     return cls([nn.Parameter(torch.zeros(2, 2))], lr=0.1)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("cls", [Required, Asserting, Raising, Inheriting, torch.optim.LBFGS])
-def test_an_argument_without_a_default_or_an_error_says_that_one_is_needed(cls: type[Optimizer]) -> None:
+@pytest.mark.parametrize("cls", [Required, Asserting, Raising, Inheriting, Calling, torch.optim.LBFGS])
+def test_an_argument_without_a_default_or_a_trial_says_that_one_is_needed(cls: type[Optimizer]) -> None:
     assert optimizer_rule(made(cls)) == "closure"
 
 
-@pytest.mark.parametrize("cls", [*KNOWN, Base, Guarding])
+@pytest.mark.parametrize("cls", [*KNOWN, Base, Guarding, Ignoring])
 def test_no_other_needs_one(cls: type[Optimizer]) -> None:
     if cls is not torch.optim.SparseAdam:
         assert optimizer_rule(made(cls)) != "closure"
