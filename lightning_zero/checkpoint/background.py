@@ -182,6 +182,8 @@ class Saver:
         self._underway = _InFlight(what, done)
         try:
             threading.Thread(target=run_here, name=f"lightning_zero: {what}", daemon=False).start()
+        except RuntimeError:  # no more threads here; the other ranks have begun
+            run_here()
         except BaseException:  # an interrupt, perhaps of waiting for the thread to begin
             if done.cancel():
                 self._underway = None

@@ -81,6 +81,21 @@ def test_training_goes_on_during_the_save_and_what_is_saved_is_the_state_at_the_
     run_world(2, rank, timeout=30)
 
 
+def test_a_rank_that_can_start_no_thread_saves_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def rank(number: int) -> None:
+        saver = Saver(control())
+        if number == 1:
+            monkeypatch.setattr(threading.Thread, "start", refuse)
+        start(saver, tmp_path / "c", 1)
+        saver.wait()
+        load_and_verify(tmp_path / "c", 1)
+
+    run_world(2, rank, timeout=30)
+
+
 def test_one_save_is_in_flight_and_saves_are_in_order(tmp_path: Path) -> None:
     def rank(_: int) -> list[str]:
         events: list[str] = []

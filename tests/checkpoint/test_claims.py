@@ -232,6 +232,17 @@ def test_a_file_is_counted_from_the_beginning(own: Path, number: Any) -> None:
     is_refused(own, "zero.json' cannot be used: ")
 
 
+def test_tensors_that_claim_the_same_bytes_in_many_shapes(own: Path) -> None:
+    def change(content: dict[str, Any]) -> None:
+        item = content["items"]["state_dict.conv.weight"]
+        for number in range(2000):
+            shape = [1] * (number % 50) + [120] + [1] * (number // 50 % 14)
+            content["items"][f"x{number}"] = {**item, "path": ["state_dict", f"x{number}"], "shape": shape}
+
+    changed(own, change)
+    is_refused(own, "its tensors claim")
+
+
 def test_two_values_at_one_path(own: Path) -> None:
     changed(own, lambda content: content["items"].update(other={"path": ["state_dict", "scale"], "value": 1}))
     is_refused(own, "two values are at the path")
@@ -263,6 +274,29 @@ def test_a_box_that_claims_more_than_its_archive(stock: Path) -> None:
     entry.chunks[0] = type(entry.chunks[0])(torch.Size([0]), torch.Size([1 << 40]))
     (stock / ".metadata").write_bytes(pickle.dumps(metadata))
     is_refused(stock, "claims more than the")
+
+
+@pytest.mark.parametrize(
+    ("shape", "boxes"),
+    [
+        ((6,), [((0,), (5,)), ((2,), (1,))]),
+        ((6,), [((0,), (3,)), ((0,), (3,))]),
+        ((2, 3), [((0, 0), (2, 2)), ((0, 1), (2, 1))]),
+        ((2, 3), [((0, 0), (1, 2)), ((0, 1), (2, 2))]),
+    ],
+)
+def test_boxes_that_leave_elements_to_chance(stock: Path, shape: tuple[int, ...], boxes: list[Any]) -> None:
+    """As many elements as there are, but some twice: others would be whatever lay in memory."""
+    metadata = pickle.loads((stock / ".metadata").read_bytes())
+    entry, name = metadata.state_dict_metadata["state_dict.a"], "state_dict.a"
+    (old,) = (key for key in metadata.storage_data if key.fqn == name)
+    info = metadata.storage_data.pop(old)
+    entry.size = torch.Size(shape)
+    entry.chunks = [type(entry.chunks[0])(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
+    for number, (offsets, _) in enumerate(boxes):
+        metadata.storage_data[type(old)(name, torch.Size(offsets), number)] = info
+    (stock / ".metadata").write_bytes(pickle.dumps(metadata))
+    is_refused(stock, "stored nowhere or twice")
 
 
 @pytest.mark.parametrize("name", ["optimizer_0٣", "optimizer_" + "9" * 5000, "optimizer_01"])

@@ -14,7 +14,7 @@ import pytest
 
 from lightning_zero.checkpoint import open_checkpoint, save_checkpoint_directory
 from lightning_zero.checkpoint.storage.files import local_path
-from lightning_zero.checkpoint.storage.publish import Staging, sweep
+from lightning_zero.checkpoint.storage.publish import StagedFile, Staging, sweep
 from lightning_zero.errors import CheckpointError, CommunicationError
 from tests.checkpoint.samples import checkpoint, control, end_to_end, load_and_verify, remove_checkpoint_directory
 from tests.helpers.world import run_world
@@ -198,6 +198,22 @@ def test_publishing_over_anything(tmp_path: Path, obstacle: Callable[[Path], Non
     assert {path.name for path in tmp_path.iterdir() if not path.name.startswith(".zdata")} == {"c", "other"}
     remove_checkpoint_directory(final, control())
     assert {path.name for path in tmp_path.iterdir()} == {"other"}
+
+
+def test_a_copy_that_somebody_keeps_beside_it_stays(tmp_path: Path) -> None:
+    for name in ("c", "c.old"):
+        (tmp_path / name).write_text(name)
+    save(tmp_path / "c", 1)
+    load_and_verify(tmp_path / "c", 1)
+    assert (tmp_path / "c.old").read_text() == "c.old"
+    StagedFile(tmp_path / "c", 3).publish()
+    assert {path.name for path in tmp_path.iterdir()} == {"c", "c.old"}
+
+
+def test_a_file_replaces_what_version_0_2_linked_to(tmp_path: Path) -> None:
+    a_checkpoint_of_a_file_system_without_exchange(tmp_path / "c")
+    StagedFile(tmp_path / "c", 3).publish()
+    assert os.listdir(tmp_path) == ["c"]
 
 
 class Refused(Exception):

@@ -162,12 +162,13 @@ def test_a_store_that_goes_down_at_any_change_holds_the_old_or_the_new_checkpoin
     assert listing(url) == WHOLE
 
 
-def test_a_failed_upload_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["meta-", "zero.json"])
+def test_a_failed_upload_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     url = "teststore://b/c"
     put = Store.put_file
 
     def refuse(self: Store, lpath: str, rpath: str, **options: Any) -> None:
-        if "meta-" in rpath:
+        if name in rpath:
             raise PermissionError("403")
         put(self, lpath, rpath, **options)
 

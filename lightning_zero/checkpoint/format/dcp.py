@@ -29,7 +29,7 @@ import math
 import pickle
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,6 +48,7 @@ __all__ = [
     "linear",
     "overlap",
     "parse_metadata",
+    "tile",
     "to_metadata",
 ]
 
@@ -92,6 +93,27 @@ def overlap(one: Box, other: Box) -> Box | None:
     return Box(offsets, sizes) if min(sizes, default=1) > 0 else None
 
 
+def tile(shape: Sequence[int], parts: Sequence[Box]) -> bool:
+    """Whether boxes in a tensor cover every element once: as ranges, or as a grid, which is all that DCP makes."""
+    numels = [math.prod(box.sizes) for box in parts]
+    ranges = [(linear(shape, box.offsets), numel) for box, numel in zip(parts, numels, strict=True)]
+    if all(boxes(shape, start, start + numel) == [box] for box, (start, numel) in zip(parts, ranges, strict=True)):
+        return _side_by_side(ranges, math.prod(shape))
+    edges = [{(box.offsets[dim], box.sizes[dim]) for box in parts} for dim in range(len(shape))]
+    is_grid = len(set(parts)) == len(parts) == math.prod(map(len, edges))
+    return is_grid and all(_side_by_side(found, size) for found, size in zip(edges, shape, strict=True))
+
+
+def _side_by_side(ranges: Iterable[tuple[int, int]], size: int) -> bool:
+    """Whether ranges (start, length) follow each other from 0 to ``size``."""
+    end = 0
+    for start, length in sorted(ranges):
+        if start != end:
+            return False
+        end += length
+    return end == size
+
+
 class StoredBytes(NamedTuple):
     """A range of a file."""
 
@@ -115,8 +137,7 @@ class BoxItem(TensorItem):
 
     def __post_init__(self) -> None:
         check_stored(self.dtype, self.shape)
-        numel = sum(math.prod(stored.box.sizes) for stored in self.boxes)
-        if numel != math.prod(self.shape) or len({stored.box.offsets for stored in self.boxes}) != len(self.boxes):
+        if sum(math.prod(stored.box.sizes) for stored in self.boxes) != math.prod(self.shape):
             raise ValueError(f"elements of shape {self.shape} are stored nowhere or twice")
 
 
@@ -225,7 +246,7 @@ def _tensor(name: str, entry: Any, places: Mapping[Any, StoredBytes]) -> BoxItem
     shape, dtype, layout = _sizes(entry.size), entry.properties.dtype, entry.properties.layout
     if not isinstance(dtype, torch.dtype) or layout.arguments != ("torch.strided",):
         raise _Refused(f"'{name}' is not a plain tensor: {reprlib.repr((dtype, layout.arguments))}")
-    boxes = []
+    parts = []
     for chunk in entry.chunks:
         box = Box(_sizes(chunk.offsets), _sizes(chunk.sizes))
         if any(offset + size > total for offset, size, total in zip(*box, shape, strict=True)):
@@ -236,9 +257,12 @@ def _tensor(name: str, entry: Any, places: Mapping[Any, StoredBytes]) -> BoxItem
         if place is None or math.prod(box.sizes) * dtype.itemsize > place.nbytes:
             held = "bytes that are nowhere" if place is None else f"more than the {place.nbytes} bytes that it lies in"
             raise _Refused(f"of '{name}', {box} claims {held}")
-        boxes.append(StoredBox(box, place))
+        parts.append(StoredBox(box, place))
     try:
-        return BoxItem((), dtype, shape, (), tuple(boxes))
+        item = BoxItem((), dtype, shape, (), tuple(parts))
+        if not tile(shape, [stored.box for stored in parts]):  # what nobody wrote would be any memory
+            raise ValueError(f"elements of shape {shape} are stored nowhere or twice")
+        return item
     except ValueError as error:
         raise _Refused(f"of '{name}', {error}") from error
 

@@ -158,8 +158,8 @@ Item = TensorItem | ValueItem | BlobItem
 class Record:
     """The content of ``zero.json``. See [Note: The directory].
 
-    Making one raises ``ValueError`` if a chunk or a blob lies outside the files that the record lists, or a file name
-    is none.
+    Making one raises ``ValueError`` if a chunk or a blob lies outside the files that the record lists, tensors claim
+    more than these hold, or a file name is none.
     """
 
     files: Mapping[str, FileEntry]
@@ -183,6 +183,11 @@ class Record:
                     raise ValueError(
                         f"'{key}' lies at bytes {offset} to {offset + nbytes} of '{file}', which has {held}"
                     )
+        # The same elements may have several names, but not be read as more than there are.
+        tensors = {(one.dtype, one.shape, one.chunks) for one in self.items.values() if isinstance(one, TensorItem)}
+        claimed = sum(math.prod(shape) * dtype.itemsize for dtype, shape, _ in tensors)
+        if claimed > (held := sum(entry.nbytes for entry in self.files.values())):
+            raise ValueError(f"its tensors claim {claimed} bytes, its files have {held}")
 
     def to_bytes(self) -> bytes:
         """The file's content."""

@@ -216,8 +216,9 @@ class Source:
 
     def _load(self, key: str, dtype: torch.dtype, stored: StoredBox) -> Tensor:
         """A box; ``CheckpointError`` if its archive does not hold that tensor, or what could run code."""
-        if self._box[0] != (stored, dtype):
-            self._box = None, None  # there need not be memory for two
+        known, found = self._box  # at once: another thread may read another box
+        if known != (stored, dtype):
+            self._box = found = None, None  # there need not be memory for two
             (file, offset, nbytes), sizes = stored.archive, stored.box.sizes
             where = f"a part of '{key}' in '{self._files.name}/{file}'"
             loaded = load_torch(open_range(self._files, file, offset, nbytes), where, True)
@@ -227,9 +228,9 @@ class Source:
                     f"Instead of {where} with {dtype} {sizes}, {what} lies at byte {offset}: the file belongs to "
                     "another checkpoint or another rank."
                 )
-            self._box = (stored, dtype), loaded.detach()
-        found: Tensor = self._box[1]
-        return found
+            found = loaded.detach()
+            self._box = (stored, dtype), found
+        return found  # type: ignore[no-any-return]
 
     def _read(self, file: str, offset: int, dtype: torch.dtype, destination: Tensor) -> None:
         """Fill a 1-D tensor with what lies in a file, in pieces; ``CheckpointError`` if it ends before."""

@@ -14,7 +14,8 @@ the commit, and every name it lists is new with every save.
 Until step 2 the old checkpoint is whole, after it the new one is. (Other readers see the old one until step 3.) Files
 that belong to no checkpoint stay. The record does not list what step 3 replaces.
 
-A file and a directory cannot take each other's name in one step: what is there is called ``NAME.old`` meanwhile.
+A file and a directory cannot take each other's name in one step: what is there is called ``NAME.old`` meanwhile, or
+``NAME.old.old`` where somebody has that.
 
 One run at a time may save to one name in a store. The next save in the same folder removes what a killed process left.
 A temporary folder in use is told from a stale one by a lock (``flock``) on it, which the kernel drops with the process.
@@ -158,7 +159,8 @@ class Staging:
         except BaseException:  # an answer that was lost says nothing about the request
             with contextlib.suppress(Exception):
                 store, root = self._at
-                self._withdraw = store.cat_file(f"{root}/{RECORD_FILE}") != record
+                none = RECORD_FILE not in _entries(store, root)
+                self._withdraw = none or store.cat_file(f"{root}/{RECORD_FILE}") != record
             raise
         self._sync()
         for name in (METADATA_FILE, META_FILE):
@@ -367,7 +369,9 @@ def _rename(source: Path, final: Path) -> None:
 
     A folder is renamed only where there is none, or an empty one.
     """
-    old = final.with_name(f"{final.name}.old")
+    old, linked = final.with_name(f"{final.name}.old"), _linked(final)
+    while os.path.lexists(old):  # somebody's
+        old = old.with_name(f"{old.name}.old")
     moved = os.path.lexists(final) and not final.is_symlink() and final.is_dir() != source.is_dir()
     if moved:
         os.rename(final, old)
@@ -383,6 +387,8 @@ def _rename(source: Path, final: Path) -> None:
     if moved:
         with contextlib.suppress(OSError):
             remove(old)
+    if linked:
+        _delete_now(linked)
 
 
 def _make_folder(path: Path) -> None:
