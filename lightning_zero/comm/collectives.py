@@ -86,6 +86,10 @@ class Pending:
             pause = min(2 * pause, 0.002)
         return True
 
+    def is_completed(self) -> bool:
+        """Whether ``wait`` would return now: a collective may be part of another one."""
+        return self.ready_within(0.0)
+
     def receive(self) -> None:
         """``wait`` for the result only: this rank's own part may still be read by others until ``wait``."""
         self.wait()
