@@ -10,6 +10,7 @@ import functools
 import importlib
 import os
 import shlex
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping
 from contextvars import ContextVar
@@ -267,6 +268,7 @@ def _load(
         if instantiator is None:
             built = model_class(**arguments)
         else:
+            _check_imported(arguments.get("_class_path"), model_class)
             module, function = instantiator.rsplit(".", 1)
             built = getattr(importlib.import_module(module), function)(model_class, arguments)
         if isinstance(built, LightningModule):
@@ -287,6 +289,17 @@ def _load(
     finally:
         _BUILD.reset(token)
         allowed.discard(_BUILDER)
+
+
+def _check_imported(class_path: Any, model_class: type) -> None:
+    """``ValueError`` for a class that building it would import, which could run any code. Some of 2.6 do not ask."""
+    module, _, name = str(class_path).rpartition(".")
+    found = getattr(sys.modules.get(module), name, None)
+    if class_path is not None and not (isinstance(found, type) and issubclass(found, model_class)):
+        raise ValueError(
+            f"The checkpoint was saved for {class_path!r}, which is not an imported subclass of "
+            f"{model_class.__name__}. Import the module that defines it before loading."
+        )
 
 
 _BUILD: ContextVar[Callable[..., Any]] = ContextVar("_BUILD")
