@@ -115,7 +115,9 @@ class OptimizerCost:
         changed = isinstance(optimizer, Optimizer) and "_init_group" in vars(optimizer)
         if isinstance(optimizer, Optimizer):
             groups = optimizer.param_groups
-            largest = max(groups, key=lambda group: sum(p.numel() for p in group["params"]), default={})
+            # Sizes are asked only where there is a choice: parameters that are not in memory answer slowly.
+            sizes = [sum(p.numel() for p in group["params"]) for group in groups] if len(groups) > 1 else [0]
+            largest = groups[sizes.index(max(sizes))] if groups else {}
             options = {**largest, **options}
             optimizer = type(optimizer)
         if isinstance(optimizer, type):
