@@ -210,6 +210,23 @@ def test_a_copy_that_somebody_keeps_beside_it_stays(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"c", "c.old"}
 
 
+@pytest.mark.parametrize("change", ["rename", "replace"])
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_an_error_or_an_interrupt_at_a_name_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, error: type[BaseException]
+) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise error
+
+    (tmp_path / "c").write_text("old")
+    monkeypatch.setattr(os, change, refuse)
+    with pytest.raises((CheckpointError, KeyboardInterrupt)):
+        save(tmp_path / "c", 1)
+    monkeypatch.undo()
+    assert (tmp_path / "c").read_text() == "old"
+    assert os.listdir(tmp_path) == ["c"]
+
+
 def test_a_file_replaces_what_version_0_2_linked_to(tmp_path: Path) -> None:
     a_checkpoint_of_a_file_system_without_exchange(tmp_path / "c")
     StagedFile(tmp_path / "c", 3).publish()

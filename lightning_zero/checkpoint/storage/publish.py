@@ -174,11 +174,15 @@ class Staging:
         sweep(parent)
         new = parent / f".znew-{uuid.uuid4().hex}"
         new.mkdir()
-        self._lock = os.open(new, os.O_RDONLY)
-        with contextlib.suppress(OSError):  # a file system without flock: there nobody can sweep it either
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self.path = self._folder = new.with_name(f"{_TEMPORARY}{new.name[-32:]}")
-        os.rename(new, self.path)
+        try:
+            self._lock = os.open(new, os.O_RDONLY)
+            with contextlib.suppress(OSError):  # a file system without flock: there nobody can sweep it either
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.path = self._folder = new.with_name(f"{_TEMPORARY}{new.name[-32:]}")
+            os.rename(new, self.path)
+        except BaseException:
+            _delete_now(new)  # which nobody sweeps
+            raise
 
     @cached_property
     def _at(self) -> tuple[Any, str]:
@@ -207,9 +211,9 @@ class StagedFile(Staging):
 
     def __init__(self, final: Path, nbytes: int) -> None:
         super().__init__(final)
-        self.begin()
-        self.final, self.path = final, self._folder / "file"
         try:
+            self.begin()
+            self.final, self.path = final, self._folder / "file"
             with open(self.path, "xb") as file:
                 os.truncate(file.fileno(), nbytes)
         except BaseException:
@@ -379,7 +383,7 @@ def _rename(source: Path, final: Path) -> None:
         final.unlink()
     try:
         os.replace(source, final)
-    except OSError:
+    except BaseException:  # an interrupt too
         if moved:
             os.rename(old, final)
         raise
