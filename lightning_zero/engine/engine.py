@@ -113,6 +113,7 @@ class Progress:
     reduces: bool = True  # whether the running backward reduces gradients
     between_micro_steps: bool = False  # the last backward was not the last one before a step
     calls: list[ForwardCall] = field(default_factory=list)  # forwards of units that run, the innermost last
+    lost: str = ""  # what forwards that raised have written to weights, and why that is an error
 
 
 class ZeroEngine:
@@ -372,9 +373,16 @@ class ZeroEngine:
             if not failed and hook_outputs(output, call) and not call.recomputed:
                 call.counted = True
                 unit.outstanding += 1
-        self._schedule.reshard(unit)
-        if call.implicit:
-            self.leave(failed)
+        try:
+            self._schedule.reshard(unit)
+        except ParameterAccessError as error:
+            if not failed:
+                failed = True
+                raise
+            self.progress.lost = str(error)  # torch drops it where a forward has raised, which user code may catch
+        finally:
+            if call.implicit:
+                self.leave(failed)
 
     def stay(self, unit: ShardedUnit, parameter: str) -> None:
         """Make a unit whole though no module of it runs: see ``UnitSchedule.stay``. Not on a thread of the user's."""
@@ -695,6 +703,9 @@ class ZeroEngine:
         self._schedule.open(f"forward {progress.segment} of {progress.scope}", place, amid=progress.segment > 0)
 
     def _close_forward(self) -> None:
+        lost, self.progress.lost = self.progress.lost, ""
+        if lost:
+            raise ParameterAccessError(lost)
         if self._schedule.is_open:
             self._schedule.close()
 

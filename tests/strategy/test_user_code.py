@@ -6,9 +6,11 @@ where an error is right. Anything else has to give DDP's losses and parameters, 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -156,6 +158,21 @@ def write_in_part(net: Net) -> None:
     net.b.weight[2:4] = 0.25
 
 
+def write_in_a_forward_that_raises(net: Net) -> None:
+    """Torch drops what hooks raise then, and warns."""
+
+    @torch.no_grad()
+    def fail(module: nn.Linear, args: Any) -> None:
+        module.weight.mul_(0.5)
+        raise ArithmeticError
+
+    handle = net.b.register_forward_pre_hook(fail)
+    with warnings.catch_warnings(), contextlib.suppress(ArithmeticError):
+        warnings.filterwarnings("ignore", ".*always_call=True.*")
+        net.b(torch.ones(5, 10))
+    handle.remove()
+
+
 OTHERS = everywhere(r"'b.weight' \(values") | SHARDED
 WEIGHTS = {"weight": torch.eye(10), "bias": torch.zeros(10)}
 
@@ -164,6 +181,7 @@ WRITES = {
     "momentum encoder after a batch": Case("on_train_batch_end", average_in_place, SHARDED),
     "momentum encoder, assigned": Case("training_step", average_by_assignment, SHARDED),
     "momentum encoder, through data": Case("training_step", average_through_data, GATHERED),
+    "in a forward that raises": Case("training_step", at(1, write_in_a_forward_that_raises), GATHERED),
     "the same after a batch": Case("on_train_batch_end", average_through_data, READ_ONLY),
     "vector at the start": Case("on_train_start", from_vector, SHARDED),
     "vector later": Case("on_train_batch_start", at(1, from_vector), SHARDED),
