@@ -18,9 +18,9 @@ PACKAGE = ROOT / "lightning_zero"
 # ---------------------------------------------------------------------------------------------------------------------
 # Limits. A number here falls as the code does, and is never raised to let something pass.
 
-CORE_LINES = 27_160
-CORE_FILES = 98
-EXTENSION_LINES = 9_400
+CORE_LINES = 23_824
+CORE_FILES = 89
+EXTENSION_LINES = 9_376
 CIRCLES_OF_PACKAGES = 0
 CIRCLES_OF_MODULES = 0
 FILES_WITH_HOOKS = 4
