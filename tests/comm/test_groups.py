@@ -134,3 +134,29 @@ def test_one_rank_s_failure_is_raised_on_every_rank_with_its_reason() -> None:
         assert messages[0].endswith(": disk of rank 1\nResume.")
         assert messages[1].startswith("Could not read its masters: failed on ranks 1, 2.\n  rank 1: OSError on host ")
         assert "failed on rank 0." in messages[2]
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "same"),
+    [
+        ("lr: 0.1234567890", "lr: 0.1234567891", True),  # a cosine on two machines, cut where their last bits differ
+        ("lr: 1", "lr: 0.9999999999", True),
+        ("betas: [0.9, 1e-05]", "betas: [0.9, 1.000000001e-05]", True),
+        ("lr: 0.1", "lr: 0.1001", False),
+        ("steps: 9000000001", "steps: 9000000002", False),
+        ("parameter 1: 'a.1.weight'", "parameter 1: 'a.2.weight'", False),
+        ("lr: 0.1", "decay: 0.1", False),
+        ("lr: 0.1", "", False),
+    ],
+)
+def test_lines_that_differ_in_last_digits_are_alike(left: str, right: str, same: bool) -> None:
+    def rank(number: int) -> None:
+        control = Groups.create().control
+        lines = ["first", right if number else left]
+        if same:
+            control.alike("list", lines)
+        else:
+            with pytest.raises(DivergenceError, match="Rank 1 has another list than rank 0"):
+                control.alike("list", lines)
+
+    run_world(2, rank)
