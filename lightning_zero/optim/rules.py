@@ -105,8 +105,8 @@ def _needs_closure(optimizer: Optimizer) -> bool:
     for arguments in ({}, {"closure": loss}):
         with suppress(Exception), _trial():
             _stepped(optimizer, None, 1.0, None, **arguments)
-            break
-    return bool(calls)
+            return bool(calls)
+    return False
 
 
 def refuse_closure(optimizer: Optimizer, error: BaseException) -> None:
