@@ -351,12 +351,12 @@ class MemoryMonitor(StepMonitor):
     def end(self, trainer: pl.Trainer, strategy: ZeroStrategy) -> None:
         if self._watermark is None:
             return
-        beside, engine = self._watermark.most, strategy.engine
+        passing, engine = self._watermark.most, strategy.engine
         self.detach(engine)
         adapters = map(strategy.adapter, strategy.optimizers)
         self._held = memory_stats(engine, chain.from_iterable(adapter.tensors() for adapter in adapters))
-        without = self._held.total - self._held.beside - self._held.device["gradients"]
-        peak = max(self._held.total, without + beside)
+        lasting = self._held.total - self._held.beside - self._held.device["gradients"]
+        peak = max(self._held.total, lasting + passing)
         self._peak = max(self._peak, peak)
         self._process = _process_nbytes(engine.device)
         self.log_numbers(trainer, self._metrics(peak), logging_step(trainer))

@@ -579,11 +579,8 @@ def _parts(spec: ParameterSpec, layout: FlatLayout, apart: bool, accelerator: bo
     if not spec.aliases:
         return nbytes, 0, nbytes
     apart &= layout.compute_dtype.itemsize <= layout.reduce_dtype.itemsize and spec.parts < 3
-    return (
-        nbytes,
-        0 if apart else nbytes,
-        nbytes * (max(spec.parts, 1 + accelerator) - 1),
-    )  # of an embedding's only rows
+    more = max(spec.parts, 1 + accelerator) - 1  # on a CPU an embedding's part is added row by row
+    return nbytes, 0 if apart else nbytes, nbytes * more
 
 
 def _step_nbytes(
