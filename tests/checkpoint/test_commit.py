@@ -305,6 +305,27 @@ def test_what_a_killed_process_left_is_swept_and_what_a_living_one_writes_is_not
     assert (tmp_path / "c" / "zero.json").read_text() == "alive"
 
 
+def test_a_folder_that_another_save_sweeps_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, swept = Path.mkdir, []
+
+    def make_and_sweep(path: Path, *arguments: object, **options: object) -> None:
+        make(path, *arguments, **options)
+        if not swept and path.name.startswith(".z"):
+            swept.append(path)
+            sweep(tmp_path)
+
+    monkeypatch.setattr(Path, "mkdir", make_and_sweep)
+    staging = Staging(tmp_path / "c.ckpt")
+    staging.begin()
+    assert swept and not swept[0].exists()
+    sweep(tmp_path)
+    assert staging.path.is_dir()
+    staging.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_no_temporary_name_looks_like_a_checkpoint(tmp_path: Path) -> None:
     staging = staged(tmp_path / "hpc_ckpt_4.ckpt", "")
     assert staging.path.name.startswith(".ztmp-")

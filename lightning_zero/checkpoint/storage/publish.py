@@ -170,19 +170,13 @@ class Staging:
             self._delete_all(lambda name: name not in _MARKS and self.suffix not in name)
 
     def _make(self, parent: Path) -> None:
-        """Make a temporary folder in another, and sweep there. Under the name that is swept it is always locked."""
+        """Make a locked temporary folder in another, and sweep there."""
         sweep(parent)
-        new = parent / f".znew-{uuid.uuid4().hex}"
-        new.mkdir()
-        try:
-            self._lock = os.open(new, os.O_RDONLY)
-            with contextlib.suppress(OSError):  # a file system without flock: there nobody can sweep it either
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.path = self._folder = new.with_name(f"{_TEMPORARY}{new.name[-32:]}")
-            os.rename(new, self.path)
-        except BaseException:
-            _delete_now(new)  # which nobody sweeps
-            raise
+        while self._lock is None:  # another save's sweep may take the new folder before it is locked
+            path = parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
+            path.mkdir()
+            self._lock = _lock(path)
+        self.path = self._folder = path
 
     @cached_property
     def _at(self) -> tuple[Any, str]:
@@ -352,6 +346,24 @@ def _sweep_one(path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _delete_now(path)
     finally:
+        os.close(lock)
+    return None
+
+
+def _lock(path: Path) -> int | None:
+    """Lock a folder just made, against ``sweep``: an open file, or ``None`` if the folder was swept before."""
+    with contextlib.suppress(FileNotFoundError):
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        swept = False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            swept = not path.is_dir()
+        except BlockingIOError:
+            swept = True
+        except OSError:
+            pass  # a file system without flock: there nobody can sweep it either
+        if not swept:
+            return lock
         os.close(lock)
     return None
 
