@@ -319,7 +319,8 @@ def test_a_folder_that_another_save_sweeps_before_it_is_locked_is_made_again(
     monkeypatch.setattr(Path, "mkdir", make_and_sweep)
     staging = Staging(tmp_path / "c.ckpt")
     staging.begin()
-    assert swept and not swept[0].exists()
+    assert swept
+    assert not swept[0].exists()
     sweep(tmp_path)
     assert staging.path.is_dir()
     staging.discard()
