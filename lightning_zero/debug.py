@@ -278,7 +278,7 @@ class LocalSlice:
     @property
     def gradient(self) -> Tensor | None:
         """To read and to edit; what is written there is what the optimizer uses. ``None`` if there is none."""
-        if self._engine.accumulates or self._engine.in_backward:
+        if self._engine.accumulates or self._engine.progress.in_backward:
             raise ParameterAccessError(f"The gradient of '{self.name}' is not averaged yet: this rank has its own sum.")
         return self._slice.gradient
 

@@ -71,7 +71,7 @@ class _Gradient(Source):
                 f"{called} uses the {self.what} that was cleared or replaced since it was read, and its memory is used "
                 "again. Read `.grad` anew, or keep a copy of it: clone it while it is there."
             )
-        if self._engine.between_micro_steps and not linear:
+        if self._engine.progress.between_micro_steps and not linear:
             raise ParameterAccessError(
                 f"{called} of the {self.what} was called between micro-steps. It is averaged over the ranks already, "
                 "where under DDP each rank still has a sum of its own, so that the result would be another. Call it "
@@ -143,7 +143,7 @@ class ParameterAccess:
         """This rank's slice of an absent parameter's master; ``None`` in a step or a backward."""
         self._check_not_stepping(binding)
         engine = self._engine
-        if engine.in_backward or engine.updating:
+        if engine.progress.in_backward or engine.updating:
             return None
         if engine.plan.offload is not None:
             engine.tiers.settle()
@@ -159,7 +159,8 @@ class ParameterAccess:
         parameter = binding.parameter
         if self._units[parameter] not in self._plain:
             return Tensor.detach(parameter)
-        unseen = self._engine.computes or self._engine.awaits_backward
+        progress = self._engine.progress
+        unseen = self._engine.computes or progress.trained > progress.backwards
         return binding.alias(get_data(parameter) if unseen else Tensor.detach(parameter))
 
     def assign(self, binding: Binding, value: Tensor) -> None:
@@ -302,7 +303,7 @@ class ParameterAccess:
 
     def _check_alone(self, binding: Binding, bucket: GradientBucket, one: Slice) -> None:
         """Raise if a gradient on its way through the user's hooks is a part of what DDP would show."""
-        if not self._engine.in_backward:
+        if not self._engine.progress.in_backward:
             return
         if bucket.has_gradient(one.position) or one.gradient is not None:
             raise ParameterAccessError(

@@ -98,7 +98,7 @@ class BufferBroadcast:
         with BroadcastVersions(buffers):
             for number, piece in enumerate(self._pieces):
                 what = f"rank 0's buffers, part {number}"
-                with self._engine.spans.of(Phase.BUFFERS, nbytes=piece.nbytes):
+                with self._engine.means.spans.of(Phase.BUFFERS, nbytes=piece.nbytes):
                     self._send_piece(piece, [buffers[index] for index in piece.members], what)
 
     def _send_piece(self, piece: BufferPiece, buffers: Sequence[Tensor], what: str) -> None:

@@ -161,8 +161,8 @@ class ZeroEngine:
         self.reduce_gradients = True
         self.updating = False
         """Whether an optimizer step has begun and not ended: masters may be half updated."""
-        self.optimizers: list[Any] = []  # as they step on shards
-        """Called when masters were written from outside."""
+        self.optimizers: list[Any] = []
+        """Those that step on shards; they learn when masters were written from outside."""
         self._reducer: GradientReducer | None = None  # while training
         self.access = ParameterAccess(self)
         tiers.fetcher.reserve(FETCH_UNITS, plan.fetch_nbytes)
@@ -194,39 +194,9 @@ class ZeroEngine:
         return self.means.tiers.device
 
     @property
-    def spans(self) -> Spans:
-        """Told what time is spent on."""
-        return self.means.spans
-
-    @property
-    def agreement(self) -> Agreement:
-        """Rounds between the hosts."""
-        return self.means.agreement
-
-    @property
-    def pool(self) -> BufferPool:
-        """Memory for full parameters and gradients."""
-        return self.means.pool
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward runs."""
-        return self.progress.in_backward
-
-    @property
-    def between_micro_steps(self) -> bool:
-        """Whether the last backward was not the last one before a step."""
-        return self.progress.between_micro_steps
-
-    @property
     def computes(self) -> bool:
         """Whether a forward or a backward runs, in which units are gathered."""
         return self.progress.depth > 0 or self.progress.in_backward
-
-    @property
-    def awaits_backward(self) -> bool:
-        """Whether the backward of a training step is still to come."""
-        return self.progress.trained > self.progress.backwards
 
     @property
     def accumulates(self) -> bool:
@@ -336,7 +306,6 @@ class ZeroEngine:
         yield depth > 0
         if depth:
             self.progress.depth = depth
-            self.progress.segment += 1
             self._open_forward()
 
     def before_unit_forward(self, unit: ShardedUnit, *called: Any) -> None:
@@ -497,7 +466,6 @@ class ZeroEngine:
         if self._reducer is not None:
             self._reducer.close(rows) if reduces else self._reducer.keep_local()
         progress.in_backward = False
-        progress.segment += 1
         if progress.depth > 0:
             self._refuse_thawed()
             self._open_forward()
@@ -526,17 +494,11 @@ class ZeroEngine:
         self._recover()
         progress = self.progress
         self._schedule.check_holders()
-        if self.accumulates:
-            raise RuntimeError(
-                f"{label} is about to step on gradients that were never reduced over the ranks: the last backward ran "
-                "without gradient synchronisation. Let the last backward before a step run outside "
-                "`block_backward_sync` / `no_sync`."
-            )
-        if progress.between_micro_steps:
+        if self.accumulates or progress.between_micro_steps:
             raise RuntimeError(
                 f"{label} is about to step between micro-steps: the last backward ran without gradient "
-                "synchronisation. Under DDP each rank would step on gradients of its own, and here they are averaged "
-                "already. Let the last backward before a step run outside `block_backward_sync` / `no_sync`."
+                "synchronisation, so that under DDP each rank would step on gradients of its own. Let the last "
+                "backward before a step run outside `block_backward_sync` / `no_sync`."
             )
         if self.updating and self.plan.offload is not None:
             raise _torn(f"{label} cannot step")
@@ -575,7 +537,6 @@ class ZeroEngine:
         self.updating = False
         self._schedule.masters_changed(list(units))
         if self.progress.depth > 0 and not self.progress.in_backward:
-            self.progress.segment += 1
             self._open_forward()
 
     def agree_stepped(self, failure: BaseException | None) -> None:
@@ -615,7 +576,7 @@ class ZeroEngine:
 
     def put_together(self, what: str, history: int, numbers: Tensor, added: bool) -> Tensor:
         """Norms and sums that user code asks of tensors of which each rank has a slice: see ``sharded.Together``."""
-        if self.in_backward:
+        if self.progress.in_backward:
             raise ParameterAccessError(
                 f"{what} was called during a backward, which the ranks run at their own pace, so its result could not "
                 "be collected. Call it after the backward, for example in `on_after_backward`."
@@ -625,10 +586,7 @@ class ZeroEngine:
                 f"{what} was called in a thread of its own, where it would come between other messages of the ranks. "
                 "Call it in the thread that trains, and give the other one the number."
             )
-        # Few numbers on the host go with the agreement itself.
-        count = len(numbers)
-        at_once = self.totals is self.means.control and count < self.means.agreement.width
-        rows = self.agree(what, [history, *(numbers.cpu().view(torch.int64).tolist() if at_once else ())])
+        rows = self.agree(what, [history])
         other = next((rank for rank, row in enumerate(rows) if row[0] != rows[0][0]), None)
         if other is not None:
             raise DivergenceError(
@@ -636,12 +594,10 @@ class ZeroEngine:
                 "the whole, so all must have done the same to it: look for a mask, a factor or a noise that depends on "
                 "the rank, or use `with lightning_zero.full_gradients(module):`."
             )
-        if at_once:
-            each = torch.tensor([row[1 : 1 + count] for row in rows], device="cpu").view(torch.float64)
-            return self.means.control.put_together([row[1 : 1 + count] for row in rows]) if added else each
+        count = len(numbers)
         if not added:
-            each = numbers.new_zeros(self.means.collectives.world_size, count)
-            each[self.means.collectives.rank] = numbers
+            each = numbers.new_zeros(self.collectives.world_size, count)
+            each[self.collectives.rank] = numbers
             numbers = each.view(-1)
         found = self.totals.total(numbers.to(self.totals.device))
         return found if added else found.view(-1, count)
@@ -701,6 +657,7 @@ class ZeroEngine:
         progress.trained += progress.scope == "training_step"
         place = f"forward {progress.forwards} ({progress.scope})"
         self._schedule.open(f"forward {progress.segment} of {progress.scope}", place, amid=progress.segment > 0)
+        progress.segment += 1
 
     def _close_forward(self) -> None:
         lost, self.progress.lost = self.progress.lost, ""

@@ -340,13 +340,13 @@ class MemoryMonitor(StepMonitor):
             torch.cuda.reset_peak_memory_stats(strategy.engine.device)  # set-up has a peak of its own
 
     def detach(self, engine: ZeroEngine) -> None:
-        let_go(engine.spans.observers, self._watermark)
+        let_go(engine.means.spans.observers, self._watermark)
         self._watermark = None
 
     def begin(self, engine: ZeroEngine) -> None:
         if self._measured and self._watermark is None:
             self._watermark = Beside(engine)
-            engine.spans.observers.append(self._watermark)
+            engine.means.spans.observers.append(self._watermark)
 
     def end(self, trainer: pl.Trainer, strategy: ZeroStrategy) -> None:
         if self._watermark is None:
@@ -505,8 +505,8 @@ def memory_stats(
     moved["gradients"] = claim(bucket.shard.there for bucket in buckets)
     device["gradients"] += claim(bucket.resident for bucket in buckets)
     moved["optimizer"] = claim(optimizers)
-    device["slots"] = claim(buffer.memory for buffer in engine.pool if buffer.unit is not None)
-    device["gradient_slots"] = claim(buffer.memory for buffer in engine.pool if buffer.unit is None)
+    device["slots"] = claim(buffer.memory for buffer in engine.means.pool if buffer.unit is not None)
+    device["gradient_slots"] = claim(buffer.memory for buffer in engine.means.pool if buffer.unit is None)
     device["transport"] = claim(engine.collectives.buffers)
     host["buffers"] = engine.tiers.host_buffer_nbytes
     device["slots"] += engine.tiers.device_buffer_nbytes
@@ -551,7 +551,7 @@ def _gradients(engine: ZeroEngine) -> Iterator[Tensor | None]:
 
 
 def _beside(engine: ZeroEngine) -> Iterator[Tensor | None]:
-    yield from (buffer.memory for buffer in engine.pool)
+    yield from (buffer.memory for buffer in engine.means.pool)
     if engine._reducer is not None:
         for bucket in engine._reducer.buckets:
             yield None if bucket.room is None else bucket.room.flat

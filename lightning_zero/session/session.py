@@ -239,7 +239,7 @@ class ZeroSession:
             self._activations.detach()
         self.shard(former.module, self._dtypes, cast=False)
         engine, former.updating = self.engine, True  # slices that user code has kept are not of this engine
-        engine.spans.observers, engine.reduce_gradients = former.spans.observers, former.reduce_gradients
+        engine.means.spans.observers, engine.reduce_gradients = former.means.spans.observers, former.reduce_gradients
         if self._buffers is not None:
             self._buffers.go_on(engine)
         self._prepare_training()

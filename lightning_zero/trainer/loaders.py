@@ -93,16 +93,16 @@ class Signals:
     def _ask(self, what: int) -> None:
         self._asked |= what
         if self._told:
-            self._engine().agreement.notice = self._asked
+            self._engine().means.agreement.notice = self._asked
 
     def begin(self) -> None:
         """From here on others are told; also of what was asked before."""
-        self._engine().agreement.noticed, self._told = 0, True
+        self._engine().means.agreement.noticed, self._told = 0, True
         self._ask(0)
 
     def end(self) -> None:
         """The last time that others are told, and that what they ask is done. Collective: every rank."""
-        self._engine().agreement.round("the end of the training")
+        self._engine().means.agreement.round("the end of the training")
         self.heed(between=True)
         self._told = False
 
@@ -111,7 +111,7 @@ class Signals:
 
         Not while gradients of a step that has not been made are held, which a checkpoint has no part of.
         """
-        noticed = self._engine().agreement.noticed if self._told else 0
+        noticed = self._engine().means.agreement.noticed if self._told else 0
         if not noticed or self._trainer.fit_loop._should_accumulate():  # 2.6
             return
         if noticed & _SAVE and not self._saved:

@@ -67,7 +67,7 @@ class Addresses(pl.Callback):
         reducer = engine._reducer
         flats = [flat for unit in engine.units for flat in unit.flats]
         found = {
-            "buffers": sorted((buffer.memory for buffer in engine.pool), key=Tensor.data_ptr),
+            "buffers": sorted((buffer.memory for buffer in engine.means.pool), key=Tensor.data_ptr),
             "whole parameters": [buffer for unit in engine.units for buffer in getattr(unit, "buffers", ())],
             "gradient buffers": [bucket.resident for bucket in reducer.buckets if bucket.resident is not None],
             "masters": [flat.master for flat in flats],

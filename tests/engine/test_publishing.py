@@ -66,7 +66,7 @@ class Net(pl.LightningModule):
 
 class Listening(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
-        trainer.strategy.engine.spans.observers.append(module)  # type: ignore[attr-defined]
+        trainer.strategy.engine.means.spans.observers.append(module)  # type: ignore[attr-defined]
 
 
 def fit(net: Net, stage: Any, precision: Any, steps: int = 4, **options: Any) -> Net:

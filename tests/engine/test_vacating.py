@@ -54,7 +54,7 @@ def fit(net: Net, stage: Any) -> Any:
 def test_no_buffer_is_left_between_steps(stage: int, shared: bool) -> None:
     def run(rank: int) -> list[Any]:
         pool.KEPT_NBYTES = 1  # in this process alone
-        return [buffer.place for buffer in fit(Net(), stage).pool if buffer.memory.numel()]
+        return [buffer.place for buffer in fit(Net(), stage).means.pool if buffer.memory.numel()]
 
     assert run_world(2, run, environment={} if shared else {SWITCH: "0"}) == [[], []]
 

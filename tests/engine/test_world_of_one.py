@@ -89,7 +89,7 @@ def test_gradients_take_no_slots(settings: dict[str, Any]) -> None:
     """They are collected where they are to be, and a device would keep what is never used."""
     run = Run(**settings)
     for _ in range(2):
-        assert [buffer.place for buffer in run.engine.pool if buffer.unit is None] == []
+        assert [buffer.place for buffer in run.engine.means.pool if buffer.unit is None] == []
         run.step()
 
 

@@ -157,7 +157,7 @@ def test_nobody_is_warned_of_what_is_let_go() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trainer = fit(zero(3, units=["Prompts"]), module, count=4)
-        pool = trainer.strategy.engine.pool  # type: ignore[attr-defined]
+        pool = trainer.strategy.engine.means.pool  # type: ignore[attr-defined]
         alive = sum(weak.lock() is not None for _, weak in pool._left)
         return alive, [str(w.message) for w in caught if "shares memory with" in str(w.message)]
 

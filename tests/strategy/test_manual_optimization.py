@@ -251,8 +251,7 @@ def test_stepping_on_gradients_that_were_never_reduced_is_refused() -> None:
 
     def play(strategy: Strategy) -> dict[str, Any]:
         if not isinstance(strategy, DDPStrategy):
-            reduced = strategy.placement.shards_gradients
-            with pytest.raises(RuntimeError, match="between micro-steps" if reduced else "never reduced"):
+            with pytest.raises(RuntimeError, match="between micro-steps"):
                 fit(strategy, Manual(body))
         return {}
 

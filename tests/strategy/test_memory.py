@@ -122,7 +122,7 @@ def categories(strategy: Any, training: bool = True) -> dict[str, Storages]:
     parameters = storages(buffer for unit in engine.units for buffer in getattr(unit, "buffers", ()))
     masters = storages(flat.master for flat in flats if flat.rest.master is Tier.DEVICE)
     weights = storages(flat.weights for flat in flats if flat.rest.weights is Tier.DEVICE)
-    slots = storages(buffer.memory for buffer in engine.pool if buffer.unit is not None)
+    slots = storages(buffer.memory for buffer in engine.means.pool if buffer.unit is not None)
     found = {
         "parameters": parameters,
         "weights": weights,
@@ -140,7 +140,7 @@ def categories(strategy: Any, training: bool = True) -> dict[str, Storages]:
         **found,
         "gradients": storages([*shards, *(bucket.resident for bucket in reducer.buckets)]),
         "optimizer": {} if moved else storages(value for value in state if value.dim()),
-        "gradient_slots": storages(buffer.memory for buffer in engine.pool if buffer.unit is None),
+        "gradient_slots": storages(buffer.memory for buffer in engine.means.pool if buffer.unit is None),
         "transport": storages(engine.collectives.buffers) if keeps_receive_buffer(strategy) else {},
     }
 

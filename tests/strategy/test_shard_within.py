@@ -319,7 +319,7 @@ class Steps(Net):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_step_before_groups_have_averaged_is_an_error(stage: int) -> None:
-    with pytest.raises(WorldError, match="never reduced over the ranks"):
+    with pytest.raises(WorldError, match="about to step between micro-steps"):
         run_world(4, lambda rank: fit(stage, 2, Steps(), steps=1), timeout=60)
 
 

@@ -69,7 +69,7 @@ def ours(notes: Notes) -> dict[int, dict[str, float]]:
 
 def observers(trainer: pl.Trainer) -> int:
     engine = trainer.strategy.engine
-    return len(engine.collectives.observers) + len(engine.spans.observers)
+    return len(engine.collectives.observers) + len(engine.means.spans.observers)
 
 
 def watched(stage: int, micro_steps: int = 6, *, every: int = 2, **settings: Any) -> tuple[pl.Trainer, list[Notes]]:
@@ -384,7 +384,7 @@ class Looks(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
         engine = trainer.strategy.engine
-        self.found.append((len(engine.collectives.observers), len(engine.spans.observers)))
+        self.found.append((len(engine.collectives.observers), len(engine.means.spans.observers)))
 
 
 def test_without_monitors_nobody_observes() -> None:
