@@ -60,7 +60,7 @@ class MetaValues:
         """For a module that is laid out by a plan. Gradient buckets, which cut modules in two, are made all at once."""
         units: dict[str, list[str]] = {}
         for unit in plan.units:
-            units.setdefault(unit.module or "", []).extend(spec.name for spec in unit.parameters)
+            units.setdefault(unit.module or "", []).extend([spec.name for spec in unit.parameters])
         return cls(root, units.items())
 
     def take(self, name: str) -> Tensor:

@@ -113,11 +113,13 @@ class ParameterAccess:
         """What has left values that not all ranks have: nothing may go on from there."""
         self._units = {parameter: unit for unit in engine.units for parameter in unit.parameters}
         self.bindings: dict[nn.Parameter, Binding] = {}
-        for flat in (flat for unit in engine.units for flat in unit.flats):
-            for parameter, placeholder, shard in zip(flat.parameters, flat.placeholders, flat.shards, strict=True):
-                self.bindings[parameter] = Binding(parameter, shard.name, placeholder, self, shard)
         self._assigned: list[nn.Parameter] = []  # since the last step
         self._plain = [u for u in engine.units if isinstance(u, ReplicatedUnit) and u.always_bound]
+        for unit in engine.units:
+            absent = unit not in self._plain
+            for flat in unit.flats:
+                for parameter, placeholder, shard in zip(flat.parameters, flat.placeholders, flat.shards, strict=True):
+                    self.bindings[parameter] = Binding(parameter, shard.name, placeholder, self, shard, absent)
 
     def watch_gradients(self, buckets: Iterable[GradientBucket]) -> None:
         """Show what is collected and averaged in these from now on."""

@@ -36,7 +36,6 @@ from lightning_zero.comm import Streams
 from lightning_zero.engine.events import Span
 from lightning_zero.engine.pool import BufferPool
 from lightning_zero.engine.unit import SavedPlace, ShardedUnit
-from lightning_zero.shards.binding import original_kind, shown_kind
 
 __all__ = ["SavedTensorGuard", "check_version", "check_weights"]
 
@@ -104,7 +103,7 @@ class SavedTensorGuard:
         """Whether one ``push`` was for the root's parameters."""
         self._outer: list[tuple[Pack, Unpack] | None] = []  # for each forward of a unit that runs
         # Classes of which nobody looks at what is done: leaves show their values in one of their own.
-        self._kinds = {Tensor, *(shown_kind(original_kind(p)) for unit in units for p in unit.parameters)}
+        self._kinds: set[type] = {Tensor}.union(*[unit.kinds for unit in units])
         # Permanent objects that Dynamo does not trace: a fresh closure per forward would be recompiled every time.
         self._pack_hook, self._unpack_hook = self._hooks()
         # As torch marks its own hooks: since 2.14, selective checkpointing looks for those of the user behind them.

@@ -12,6 +12,7 @@ over. Shards are in the groups during a step only: see [Note: the user's view of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -227,7 +228,7 @@ class ShardedOptimizer:
             self._stepper.take_over(fresh, self._take_over)
             self._stepper.members = shards
         self.units = {}
-        for member in sorted(shards, key=lambda member: member.entry.unit):
+        for member in sorted(shards, key=attrgetter("entry.unit")):
             self.units.setdefault(member.entry.unit, []).append(member.entry.user)
 
     def _check_offloadable(self, entries: Sequence[Slice]) -> None:

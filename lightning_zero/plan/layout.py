@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 
 import torch
@@ -113,6 +113,7 @@ class DtypeRules:
         return spec.dtype, self.compute(spec), spec.trainable
 
 
+@cache
 def _narrowed(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
     return own if asked is None or not own.is_floating_point or own is torch.float64 else asked
 
@@ -175,7 +176,7 @@ class FlatLayout:
 
         A layout whose parameters are all empty still gets one alignment unit per rank, so that no collective is empty.
         """
-        *offsets, end = accumulate((align_up(spec.numel) for spec in parameters), initial=0)
+        *offsets, end = accumulate([align_up(spec.numel) for spec in parameters], initial=0)
         numel, first = align_up(max(end, 1), world_size * ALIGNMENT), parameters[0]
         return cls(
             tuple(parameters),
@@ -191,16 +192,12 @@ class FlatLayout:
     @property
     def parameter_numel(self) -> int:
         """Real elements: the buffer without gaps and padding."""
-        return sum(spec.numel for spec in self.parameters)
+        return sum([spec.numel for spec in self.parameters])
 
     @property
     def shard_numel(self) -> int:
         """Elements of every rank's shard, a multiple of ``ALIGNMENT``."""
         return self.numel // self.world_size
-
-    def shard_range(self, rank: int) -> tuple[int, int]:
-        """``(start, end)`` of the rank's shard in the buffer, in elements."""
-        return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def residual_nbytes(self, ranks: int | None, world_size: int) -> int:
         """Bytes that error feedback keeps on each rank, in float32, where ``ranks`` divide what is rounded."""
@@ -211,12 +208,13 @@ class FlatLayout:
 
     def slices(self, rank: int) -> tuple[ShardSlice, ...]:
         """What the rank owns: exactly one slice per parameter, in buffer order; empty where it owns nothing."""
-        return tuple(self.slice_of(position, rank) for position in range(len(self.parameters)))
+        return tuple([self.slice_of(position, rank) for position in range(len(self.parameters))])
 
     def slice_of(self, position: int, rank: int) -> ShardSlice:
         """What the rank owns of one parameter."""
         spec, offset = self.parameters[position], self.offsets[position]
-        shard_start, shard_end = self.shard_range(rank)
+        shard_numel = self.numel // self.world_size
+        shard_start, shard_end = rank * shard_numel, (rank + 1) * shard_numel
         first = min(max(shard_start, offset), offset + spec.numel)
         last = min(max(shard_end, offset), offset + spec.numel)
         place = min(max(first, shard_start), shard_end) - shard_start
@@ -227,9 +225,9 @@ class FlatLayout:
 
         Gaps and parameters tile the buffer.
         """
-        ends = [0, *(offset + spec.numel for spec, offset in zip(self.parameters, self.offsets, strict=True))]
+        ends = [0, *[offset + spec.numel for spec, offset in zip(self.parameters, self.offsets, strict=True)]]
         starts = [*self.offsets, self.numel]
-        return tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
+        return tuple([(end, start) for end, start in zip(ends, starts, strict=True) if end < start])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,7 +115,7 @@ class UnitPlan:
     @property
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """Of all layouts, in layout order."""
-        return tuple(spec for layout in self.layouts for spec in layout.parameters)
+        return tuple([spec for layout in self.layouts for spec in layout.parameters])
 
     @property
     def trainable_layouts(self) -> tuple[FlatLayout, ...]:
@@ -170,7 +170,7 @@ class Plan:
     @property
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """Of all units, in plan order."""
-        return tuple(spec for unit in self.units for spec in unit.parameters)
+        return tuple([spec for unit in self.units for spec in unit.parameters])
 
     @property
     def numel(self) -> int:

@@ -41,11 +41,8 @@ class HeldParameter:
 
     spec: ParameterSpec
     holders: list[ModuleNode] = field(default_factory=list)
-
-    @property
-    def paths(self) -> list[tuple[int, ...]]:
-        """Node indices from the root to a holder."""
-        return [path for holder in self.holders for path in holder.paths]
+    paths: list[tuple[int, ...]] = field(default_factory=list)  # node indices from the root to a holder
+    above: frozenset[int] = frozenset()  # the nodes on these
 
 
 class ModuleTree:
@@ -64,6 +61,9 @@ class ModuleTree:
         self.nodes = tuple(self._nodes.values())
         self.parameters = tuple(self._held.values())
         for held in self.parameters:
+            for holder in held.holders:
+                held.paths += holder.paths
+            held.above = frozenset().union(*held.paths)
             if held.spec.aliases:
                 layers = [holder.module for holder in held.holders]
                 linear = sum(type(layer) is nn.Linear for layer in layers)
@@ -100,14 +100,14 @@ class ModuleTree:
         """For every node: elements of the distinct parameters in it or anywhere below it."""
         totals = [0] * len(self.nodes)
         for parameter in self.parameters:
-            for index in set().union(*parameter.paths):
+            for index in parameter.above:
                 totals[index] += parameter.spec.numel
         return totals
 
     def names_in(self, chosen: Callable[[nn.Module], bool]) -> frozenset[str]:
         """Names of the parameters in the modules that are chosen, or anywhere below them."""
         tops = {node.index for node in self.nodes if chosen(node.module)}
-        return frozenset(p.spec.name for p in self.parameters if any(tops.intersection(path) for path in p.paths))
+        return frozenset([p.spec.name for p in self.parameters if not tops.isdisjoint(p.above)])
 
 
 def _refuse_tensor(kind: str, name: str, tensor: Tensor) -> None:
@@ -188,8 +188,9 @@ def check_memory(module: nn.Module, device: torch.device) -> None:
     kept: list[str] = []
     for key, group in groups.items():
         near: list[tuple[str, Tensor]] = []  # those before that reach to this one or further
-        for name, tensor in sorted(group.values(), key=lambda named: _extent(named[1])):
-            near = [other for other in near if _extent(other[1])[1] > _extent(tensor)[0]]
+        alone = len(group) == 1
+        for name, tensor in group.values() if alone else sorted(group.values(), key=lambda named: _extent(named[1])):
+            near = [other for other in near if _extent(other[1])[1] > _extent(tensor)[0]] if near else near
             for other_name, other in near:
                 if (tensor.requires_grad or other.requires_grad) and _overlap(tensor, other):
                     raise ValueError(

@@ -108,14 +108,13 @@ def _drop_small(tree: ModuleTree, floors: Mapping[int, int]) -> dict[int, list[P
     while True:
         owned: dict[int, list[ParameterSpec]] = {index: [] for index in candidates}
         for parameter in tree.parameters:
-            first, *others = parameter.paths
-            on_every_path = candidates.intersection(first, *others)
+            first = parameter.paths[0]
             # Dominators lie in the same order on every path, so the innermost may be read from any of them.
-            owned[next(index for index in reversed(first) if index in on_every_path)].append(parameter.spec)
+            owned[max(candidates.intersection(*parameter.paths), key=first.index)].append(parameter.spec)
         depths = {
             index: max(len(candidates.intersection(path)) for path in tree.nodes[index].paths)
             for index in candidates
-            if index != 0 and sum(spec.numel for spec in owned[index]) < floors[index]
+            if index != 0 and sum([spec.numel for spec in owned[index]]) < floors[index]
         }
         if not depths:
             return owned

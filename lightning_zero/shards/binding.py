@@ -85,10 +85,18 @@ _BINDINGS: dict[int, ref[Binding]] = {}  # by id of the parameter, which its bin
 
 
 class Binding:
-    """One of the user's parameters, of this first name, which shows ``placeholder`` while its values are absent, and of
-    which this rank has a ``slice`` (``Slice``), if it is one."""
+    """One of the user's parameters, of this first name, which shows ``placeholder`` while its values are ``absent``,
+    and of which this rank has a ``slice`` (``Slice``), if it is one."""
 
-    def __init__(self, parameter: nn.Parameter, name: str, placeholder: Tensor, owner: Any, slice: Any = None) -> None:
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        name: str,
+        placeholder: Tensor,
+        owner: Any,
+        slice: Any = None,
+        absent: bool = True,
+    ) -> None:
         self.parameter = parameter
         self.name = name
         self.placeholder = placeholder
@@ -109,8 +117,7 @@ class Binding:
         self._unswappable = ref(parameter)  # `torch.utils.swap_tensors`, which would take our hooks away, refuses it
         key = id(parameter)
         _BINDINGS[key] = ref(self, lambda gone: _BINDINGS.pop(key) if _BINDINGS.get(key) is gone else None)
-        shows_placeholder = storage_key(get_data(parameter)) == storage_key(placeholder)
-        parameter.__class__ = (absent_kind if shows_placeholder else shown_kind)(self.base)
+        parameter.__class__ = (absent_kind if absent else shown_kind)(self.base)
 
     def show(self, value: Tensor) -> None:
         """Let the parameter be ``value``."""
@@ -200,9 +207,6 @@ class _Shown:
 
     __slots__ = ()
 
-    def __hash__(self) -> int:
-        return id(self)  # as of every tensor, without a torch function to answer it
-
     @property
     def data(self: Any) -> Tensor:
         binding = binding_of(self)
@@ -218,13 +222,15 @@ class _Shown:
 
     @data.setter
     def data(self: Any, value: Tensor) -> None:
+        if value is self:  # ``module.to(...)`` that changes nothing
+            return
         binding = binding_of(self)
         owner = None if binding is None else binding.owner()
         if binding is None:
             set_data(self, value)
         elif owner is None or binding.held:
             binding.show(value)
-        elif value is not self and not _same_memory(value, get_data(self)):  # ``module.to(...)`` that changes nothing
+        elif not _same_memory(value, get_data(self)):
             now = owner.readable(binding) if isinstance(value, ShardedTensor) and is_absent(self) else None
             if getattr(now, "own", None) is not getattr(value, "own", value):
                 owner.assign(binding, value)
@@ -379,7 +385,7 @@ def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if name == "__set__" or func in (get_data, get_gradient):  # the engine's: user code meets properties instead
         with no_subclasses():
             return func(*args, **kwargs)
-    bindings = [b for tensor in _absent([*args, *kwargs.values()]) if (b := binding_of(tensor)) is not None]
+    bindings = _bindings_in([*args, *kwargs.values()])
     if bindings and _bring(bindings):
         return func(*args, **kwargs)
     first: Any = args[0] if args else None
@@ -437,12 +443,16 @@ def _refusing_backward(result: Any, bindings: Sequence[Binding], use: str) -> An
     return result if real else apply(result, torch.empty(0, requires_grad=True, device="cpu"), bindings, use)
 
 
-def _absent(values: Sequence[Any]) -> Iterator[Tensor]:
+def _bindings_in(values: Sequence[Any]) -> list[Binding]:
+    """Those of the absent parameters among these values."""
+    found: list[Binding] = []
     for value in values:
         if isinstance(value, _Absent):
-            yield value  # type: ignore[misc]
+            if (binding := binding_of(value)) is not None:  # type: ignore[arg-type]
+                found.append(binding)
         elif isinstance(value, tuple | list):
-            yield from _absent(value)
+            found += _bindings_in(value)
+    return found
 
 
 def _bring(bindings: Sequence[Binding], together: bool = False) -> bool:

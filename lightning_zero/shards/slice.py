@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import numbers
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -36,7 +35,6 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Slice:
     """This rank's part of one parameter: which elements of it, and where they are.
 
@@ -49,47 +47,27 @@ class Slice:
         data: 1-D, a part of the master shard, wherever that is.
         parameter: what optimizers update: it shares ``data``, or stands in for it if that has no memory; ``None`` for a
             frozen parameter.
+        user: the user's parameter.
+        layout: what it is laid out in, with others.
+        spec: name and shape of the whole parameter.
+        name: the parameter's first name.
+        place: which elements are here, and where in the shard.
+        start: the first element, of the flattened parameter, that is here.
+        unit: the index of the parameter's unit.
     """
 
-    flat: FlatParameters
-    position: int
-    data: Tensor
-    parameter: nn.Parameter | None
-
-    @property
-    def user(self) -> nn.Parameter:
-        """The user's parameter."""
-        return self.flat.parameters[self.position]
-
-    @property
-    def layout(self) -> FlatLayout:
-        """What the parameter is laid out in, with others."""
-        return self.flat.layout
-
-    @property
-    def spec(self) -> ParameterSpec:
-        """Name and shape of the whole parameter."""
-        return self.flat.layout.parameters[self.position]
-
-    @property
-    def name(self) -> str:
-        """The parameter's first name."""
-        return self.spec.name
-
-    @property
-    def place(self) -> ShardSlice:
-        """Which elements are here, and where in the shard."""
-        return self.flat.slices[self.position]
-
-    @property
-    def start(self) -> int:
-        """The first element, of the flattened parameter, that is here."""
-        return self.place.parameter_start
-
-    @property
-    def unit(self) -> int:
-        """The index of the parameter's unit."""
-        return self.flat.unit
+    def __init__(self, flat: FlatParameters, position: int, data: Tensor, parameter: nn.Parameter | None) -> None:
+        self.flat = flat
+        self.position = position
+        self.data = data
+        self.parameter = parameter
+        self.user = flat.parameters[position]
+        self.layout = flat.layout
+        self.spec: ParameterSpec = flat.layout.parameters[position]
+        self.name = self.spec.name
+        self.place: ShardSlice = flat.slices[position]
+        self.start = self.place.parameter_start
+        self.unit = flat.unit
 
     @property
     def gradient(self) -> Tensor | None:
@@ -180,7 +158,10 @@ class FlatParameters:
         self.slices = layout.slices(rank)
         parts = cut(master, self.slices)
         self.shards = tuple(
-            Slice(self, at, data, shard_parameter(data) if layout.trainable else None) for at, data in enumerate(parts)
+            [
+                Slice(self, at, data, shard_parameter(data) if layout.trainable else None)
+                for at, data in enumerate(parts)
+            ]
         )
 
     def refresh(self) -> None:

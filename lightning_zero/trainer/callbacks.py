@@ -302,9 +302,9 @@ _KINDS = (WeightAveraging, StochasticWeightAveraging)
 
 def copy_whole(callbacks: Iterable[Callback], module: nn.Module, replaced: Replaced) -> None:
     """Let averaging callbacks copy, at their set-up, a module that an earlier fit has sharded. Collective there."""
-    for callback in callbacks if any(map(is_absent, module.parameters())) else ():
-        if isinstance(callback, _KINDS):
-            replaced.within(callback, "setup", partial(full_parameters, module))
+    averages = [callback for callback in callbacks if isinstance(callback, _KINDS)]
+    for callback in averages if averages and any(map(is_absent, module.parameters())) else ():
+        replaced.within(callback, "setup", partial(full_parameters, module))
 
 
 def averaging(callbacks: Iterable[Callback]) -> list[Any]:

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero._torch import tree_leaves, without_swaps
+from lightning_zero._torch import no_subclasses, tree_leaves, without_swaps
 from lightning_zero.comm.control import current_watch
 from lightning_zero.config import (
     ActivationsLike,
@@ -213,7 +213,7 @@ class ZeroStrategy(Processes, ParallelStrategy):
 
     def model_to_device(self) -> None:
         """Move what is not a parameter or buffer of the engine (metric states, for example)."""
-        with without_swaps():
+        with without_swaps(), no_subclasses():  # absent parameters would be asked one by one
             self._module.to(self.root_device)
 
     def setup(self, trainer: Trainer) -> None:

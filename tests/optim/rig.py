@@ -151,7 +151,7 @@ class Rig:
         whole = torch.zeros(layout.numel, dtype=dtype)
         for parameter, offset in zip(members, layout.offsets, strict=True):
             whole[offset : offset + parameter.numel()] = parameter.detach().reshape(-1)
-        start, end = layout.shard_range(self.rank)
+        start, end = (rank * layout.shard_numel for rank in (self.rank, self.rank + 1))
         rest = Rest(master=self.tier, weights=Tier.DEVICE, gradients=Tier.HOST, state=self.tier)
         if self.tier is Tier.DISK:
             assert self.store is not None
