@@ -253,7 +253,7 @@ class ZeroEngine:
             self.means.collectives.freeze(())
         self.enter(name)
         try:
-            with self._hooks.tied() if outermost and training and self._hooks.sums_tied else _NOTHING:
+            with self._hooks.tied() if outermost and training else _NOTHING:
                 yield
             self.leave(failed=False)
         except BaseException:

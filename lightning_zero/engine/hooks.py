@@ -27,7 +27,6 @@ from lightning_zero._torch import (
     no_subclasses,
     opaque_to_dynamo,
     sequence_number,
-    storage_key,
     tree_leaves,
     watched,
 )
@@ -38,13 +37,9 @@ from lightning_zero.engine.unit import ReplicatedUnit, ShardedUnit, Unit
 from lightning_zero.errors import ParameterAccessError, ZeroError
 from lightning_zero.shards.binding import (
     binding_of,
-    get_data,
     get_gradient,
     is_absent,
-    original_kind,
     set_gradient,
-    show,
-    shown_kind,
 )
 
 __all__ = ["EngineHooks", "ForwardCall", "hook_outputs", "unhooked", "warn_of_formats"]
@@ -56,7 +51,6 @@ class EngineHooks:
     def __init__(self, engine: Any) -> None:
         self._engine = engine  # the ``ZeroEngine``
         self._handles: list[Any] = []
-        self._recurrent: list[nn.Module] = []  # layers that ``_keep_apart`` has seen
         self._watched: set[str] = set()  # names of modules whose forwards have hooks
         self._tied: list[TiedLayer] = []
 
@@ -66,8 +60,7 @@ class EngineHooks:
         That is every unit's module, and every module around units or with parameters that no unit's forward brings:
         those of the root, or of replicated units with 16-bit copies.
         """
-        module = self._engine.module
-        self._keep_apart(module)
+        engine, module = self._engine, self._engine.module
         by_module = {unit.plan.module: unit for unit in units if isinstance(unit, ShardedUnit) and unit.plan.module}
         scoped: list[Unit] = [unit for unit in units if isinstance(unit, ReplicatedUnit) and not unit.always_bound]
         around = {part for name in by_module for part in _around(name)}
@@ -80,27 +73,23 @@ class EngineHooks:
                 for name in owners:
                     brought[name].append(unit)
         self._watched = {*by_module, *around, ""} if by_module or around else set()
+        narrowed = any(flat.layout.dtype != flat.layout.compute_dtype for unit in units for flat in unit.flats)
         for name, child in module.named_modules():
+            if isinstance(child, nn.TransformerEncoder):
+                # It looks at weights of its first layer, before it calls that, and evaluates by another path.
+                first = f"{name}.layers.0.".lstrip(".")
+                for unit in [unit for path, unit in by_module.items() if f"{path}.".startswith(first)]:
+                    self._around(child, partial(_evaluated, engine, unit), partial(engine.after_unit_forward, unit))
             if name in by_module:
                 self._watch_unit(child, by_module[name])
             elif name in self._watched:
                 self._watch_scope(child, name or type(child).__name__, brought[name])
-        if self._watched:
-            self._watch_encoders(module)
-        narrowed = any(flat.layout.dtype != flat.layout.compute_dtype for unit in units for flat in unit.flats)
-        for child in module.modules() if narrowed and self._engine.device.type == "cpu" else ():
-            if isinstance(child, _NORMS):
+            if isinstance(child, nn.RNNBase):
+                # On a GPU it moves weights into one block of memory, past everything that sees a parameter be changed.
+                # What stands in its place does nothing, and needs nothing of this package in a copy of the module.
+                vars(child)["flatten_parameters"] = nullcontext().__enter__
+            if isinstance(child, _NORMS) and narrowed and engine.device.type == "cpu":
                 self._handles.append(child.register_forward_pre_hook(_Narrowed()))
-
-    def _watch_encoders(self, module: nn.Module) -> None:
-        """Let torch's encoders evaluate on the path that they take where the weights of their first layer are there.
-
-        They look at these, not at their values, before they call the layer. What is padding is zero on that path.
-        """
-        for child in module.modules():
-            if isinstance(child, nn.TransformerEncoder) and len(child.layers):
-                before, after = partial(_look_present, child.layers[0]), partial(_look_absent, child.layers[0])
-                self._around(child, before, after)
 
     def watch_parts(self, units: Iterable[ShardedUnit]) -> None:
         """Watch the modules inside units as the units' own: somebody calls these past the module around them.
@@ -158,26 +147,9 @@ class EngineHooks:
                 if binding is not None:
                     binding.last_hook = handle.id
 
-    def _keep_apart(self, module: nn.Module) -> None:
-        """Have recurrent layers leave their weights where they are.
-
-        On a GPU ``flatten_parameters`` moves them into one block of memory, past everything that sees a parameter be
-        changed, and the engine would go on with the memory before. What stands in its place does nothing, and needs
-        nothing of this package in a copy of the module.
-        """
-        for child in module.modules():
-            if isinstance(child, nn.RNNBase):
-                vars(child)["flatten_parameters"] = nullcontext().__enter__
-                self._recurrent.append(child)
-
     def sum_tied(self, weights: Collection[nn.Parameter], hold: Callable[[nn.Parameter, Tensor], Tensor]) -> None:
         """Have the parts of these weights' gradients added up where ``hold`` puts the first one."""
         self._tied = list(tied_layers(self._engine.module, weights, hold))
-
-    @property
-    def sums_tied(self) -> bool:
-        """Whether there are such layers."""
-        return bool(self._tied)
 
     @contextmanager
     def tied(self) -> Iterator[None]:
@@ -199,9 +171,9 @@ class EngineHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for child in self._recurrent:
-            vars(child).pop("flatten_parameters", None)
-        self._recurrent.clear()
+        for child in self._engine.module.modules():
+            if isinstance(child, nn.RNNBase):
+                vars(child).pop("flatten_parameters", None)
 
     def _around(self, module: nn.Module, before: Any, after: Any) -> None:
         first, last = (_Attached(hook, module) for hook in (before, after))
@@ -322,13 +294,8 @@ _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.I
 
 
 class _Narrowed:
-    """Casts a norm's input to the dtype of its weight, where that is narrower. A pickle of it does nothing.
-
-    On CPUs, autocast leaves norms what they get, and torch takes no wider inputs there.
-    """
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Narrowed:
-        return self
+    """Casts a norm's input to the dtype of its weight, where that is narrower: on CPUs, autocast leaves norms what they
+    get, and torch takes no wider inputs there. A copy of it does nothing. ``torch.compile`` looks inside."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (nullcontext(), "__exit__")
@@ -346,44 +313,28 @@ def unhooked(root: nn.Module, whole: Collection[nn.Parameter]) -> Iterator[None]
 
     They can be called by one rank alone then, and copied, pickled, scripted or traced like any others.
     """
-    taken: list[tuple[OrderedDict[int, Any], list[tuple[int, Any]], set[int]]] = []
-    seen: dict[nn.Module, bool] = {}
-
-    def visit(module: nn.Module) -> bool:
-        if module not in seen:
-            seen[module] = True  # for a cycle
-            inside = [visit(child) for child in module.children()]
-            seen[module] = all(inside) and all(parameter in whole for parameter in module.parameters(recurse=False))
-        return seen[module]
-
-    visit(root)
-    for module in filter(visit, root.modules()):
-        before, after, always = forward_hooks(module)
-        ours = {key for table in (before, after) for key, hook in table.items() if isinstance(hook, _Attached)}
-        for table in (before, after, always) if ours else ():
-            taken.append((table, list(table.items()), ours))
-            for key in ours & table.keys():
-                del table[key]
+    taken: list[tuple[OrderedDict[int, Any], dict[int, Any], set[int]]] = []
+    for module in root.modules():
+        tables = forward_hooks(module)
+        ours = {key for table in tables[:2] for key, hook in table.items() if isinstance(hook, _Attached)}
+        if ours and all(parameter in whole for parameter in module.parameters()):
+            for table in tables:
+                taken.append((table, dict(table), ours))
+                for key in ours & table.keys():
+                    del table[key]
     try:
         yield
     finally:
-        for table, entries, ours in taken:
+        for table, before, ours in taken:
             now = dict(table)
             table.clear()
-            table.update((key, hook) for key, hook in entries if key in now or key in ours)
-            table.update(now)
+            table.update({key: hook for key, hook in before.items() if key in now or key in ours} | now)
 
 
-def _look_present(layer: nn.Module, encoder: nn.Module, *called: Any) -> None:
-    """Let absent parameters be taken for ordinary ones, by code that asks for anything but their values."""
-    if not encoder.training:
-        show((p, get_data(p), shown_kind(original_kind(p))) for p in layer.parameters() if is_absent(p))
-
-
-def _look_absent(layer: nn.Module, *called: Any) -> None:
-    for binding in filter(None, map(binding_of, layer.parameters())):
-        if storage_key(get_data(binding.parameter)) == storage_key(binding.placeholder):
-            binding.hide()
+def _evaluated(engine: Any, unit: ShardedUnit, module: nn.Module, *called: Any) -> None:
+    """``before_unit_forward`` of what a module looks at when it evaluates."""
+    if not module.training:
+        engine.before_unit_forward(unit)
 
 
 def _keep(engine: Any, *args: Any) -> None:
