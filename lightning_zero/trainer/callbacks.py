@@ -8,7 +8,7 @@ A parameter that ``BaseFinetuning`` or its kin thaw in mid-fit makes the next tr
 ``WeightAveraging`` and ``StochasticWeightAveraging`` copy the module at set-up, and later read, average, swap and write
 parameters between steps. Where parameters do not hold their values then (stage 3, and 16-bit copies), each parameter of
 the callback's copy becomes 1-D, this rank's elements in the copy's dtype, and in place of the module the callback's
-methods get what shows the masters in the same way. An averaging function that is not elementwise is refused by a trial.
+methods get what shows the masters in the same way. Averaging functions are those of torch and Lightning: elementwise.
 Checkpoints hold averages as they hold weights: sharded, under full names.
 """
 
@@ -17,10 +17,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
 from functools import partial
 from itertools import chain, repeat
-from types import CellType, FunctionType
 from typing import Any
 from weakref import WeakSet
 
@@ -41,20 +39,15 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
-from lightning_zero._torch import no_subclasses, untracked
 from lightning_zero.checkpoint import FlatShard
 from lightning_zero.checkpoint.format.stored import read_slices
 from lightning_zero.config import CheckpointPolicy
 from lightning_zero.debug import full_parameters
-from lightning_zero.engine import engine_of
-from lightning_zero.engine.full import gathered
 from lightning_zero.errors import ParameterAccessError, ZeroError, add_note, some
 from lightning_zero.session.names import unwrapped
 from lightning_zero.session.session import ZeroSession
 from lightning_zero.shards.binding import is_absent
-from lightning_zero.shards.slice import checksum
 
 __all__ = [
     "TRAINERS",
@@ -69,7 +62,6 @@ __all__ = [
     "hold_schedulers",
     "is_running",
     "refuse_other_strategies",
-    "refuse_synced_norms",
     "refuse_unsynced",
     "without_modules",
 ]
@@ -131,9 +123,6 @@ def refuse_unsynced(module: nn.Module) -> None:
 def adapt_set_up(trainer: Trainer, module: nn.Module, replaced: Replaced) -> None:
     """Adapt what Lightning calls from a run's set-up on, before callbacks set themselves up."""
     datamodule, callbacks = trainer.datamodule, trainer.callbacks  # type: ignore[attr-defined]
-    for callback in callbacks:
-        if isinstance(callback, BaseFinetuning):
-            replaced.within(callback, "finetune_function", partial(_ValuesCompared, module))
     for called in (*callbacks, *([] if datamodule is None else [datamodule])):
         replaced.put(called, "on_exception", _noting)
 
@@ -170,6 +159,8 @@ def adapt_fit(
                     "async_save the checkpoint is there only a while later: a run that is killed in between has no "
                     "last.ckpt to go on from. Use save_last=True."
                 )
+        elif isinstance(callback, BaseFinetuning) and absent:
+            replaced.within(callback, "finetune_function", partial(full_parameters, module))
         elif isinstance(callback, ModelPruning):
             if callback._use_lottery_ticket_hypothesis:  # 2.6
                 raise ValueError(
@@ -197,30 +188,6 @@ def _noting(handle: Callable[..., Any]) -> Callable[..., Any]:
     return on_exception
 
 
-class _ValuesCompared(TorchFunctionMode):
-    """While active, ``torch.equal`` compares parameters of a sharded module wherever they are, by checksums. Units are
-    gathered one after the other when that is first asked for: collective, and asked by every rank alike."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self._engine = engine_of(module)
-        self._sums: dict[Any, int] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer ``torch.equal`` of absent parameters; let everything else through."""
-        engine = self._engine
-        asked = func is torch.equal and any(map(is_absent, args))
-        if not asked or engine is None or not engine.names.keys() >= {*args}:
-            return func(*args, **(kwargs or {}))
-        for unit in engine.units if not self._sums else ():
-            with gathered(engine, unit.parameters), untracked():
-                for parameter in unit.parameters:
-                    self._sums[parameter] = checksum(parameter.detach() + 0)  # the two zeros are equal
-        with no_subclasses():
-            alike = args[0].shape == args[1].shape and args[0].dtype == args[1].dtype
-        return alike and self._sums[args[0]] == self._sums[args[1]]
-
-
 def hold_schedulers(configs: Iterable[LRSchedulerConfig], optimizer: Optimizer, held: Replaced) -> None:
     """Keep per-step schedulers of a skipped step from advancing until ``held`` is released: out of their reach."""
     for config in configs:
@@ -240,17 +207,6 @@ def refuse_other_strategies(kind: type[Strategy], module: nn.Module) -> None:
             f"laid out: {type(trainer.strategy).__name__} would train nothing. Give its Trainer an ordinary copy, made "
             "on every rank: `with lightning_zero.full_parameters(module): module = copy.deepcopy(module)`."
         )
-
-
-def refuse_synced_norms(module: nn.Module, device: torch.device) -> None:
-    """Raise ValueError for a batch norm over all ranks that is to train on CPUs: torch has none."""
-    for name, child in module.named_modules() if device.type == "cpu" else ():
-        if isinstance(child, nn.SyncBatchNorm):
-            raise ValueError(
-                f"'{name}' is a SyncBatchNorm, which torch has for GPUs only, and this rank trains on the CPU. Leave "
-                "`Trainer(sync_batchnorm=True)` and `convert_sync_batchnorm` out there: every rank normalises by its "
-                "own batch then, as under DDP."
-            )
 
 
 def gather_for_graphs(loggers: Iterable[Logger], module: nn.Module, replaced: Replaced) -> None:
@@ -298,6 +254,7 @@ def _runs(trainer: Trainer) -> bool:
 # ------------------------------------------------------------------------------------------------------- averages
 
 _KINDS = (WeightAveraging, StochasticWeightAveraging)
+_ELEMENTWISE = ("torch.optim.swa_utils", StochasticWeightAveraging.__module__)  # where averaging functions may be from
 
 
 def copy_whole(callbacks: Iterable[Callback], module: nn.Module, replaced: Replaced) -> None:
@@ -317,37 +274,46 @@ def average_slices(
 ) -> None:
     """Make the averaging callbacks of a fit work on slices.
 
-    ``ParameterAccessError`` for an averaging function that is not elementwise. Every rank has the same callbacks.
+    ``ParameterAccessError`` for an averaging function that may not be elementwise. Every rank has the same callbacks.
     """
 
-    def shown(value: Any) -> Any:
-        return _Masters(session, module) if value is module else value
+    def shows(method: Callable[..., Any], writes: bool) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            masters = _Masters(session, module)
+            method(*(masters if value is module else value for value in args))
+            if writes:
+                session.engine.masters_changed(range(len(session.engine.units)))
 
-    def reads(method: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: method(*map(shown, args), **{key: shown(kwargs[key]) for key in kwargs})
+        return call
 
-    def writes(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> None:
-            reads(method)(*args, **kwargs)
-            session.engine.masters_changed(range(len(session.engine.units)))
+    def fits(load: Callable[..., None], copy: nn.Module) -> Callable[..., None]:
+        def call(trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+            if "state_dict" in checkpoint:
+                checkpoint = {**checkpoint, "state_dict": _fitted(copy, checkpoint["state_dict"])}
+            load(trainer, pl_module, checkpoint)
 
         return call
 
     for callback in averaging(callbacks):
         model: Any = callback._average_model
-        if not any(map(_part, model.parameters())):  # else it is that of a fit before, to be evaluated
-            _slice(model, session, module)
-        if isinstance(callback, WeightAveraging):
-            _check_elementwise(callback, model.avg_fn, model.multi_avg_fn)
-            replaced.put(model, "update_parameters", reads)
-            replaced.put(callback, "_swap_models", writes)
-            replaced.put(callback, "_copy_average_to_current", writes)
-            replaced.put(callback, "on_load_checkpoint", partial(_fitting, model.module, shown))
+        wraps = isinstance(callback, WeightAveraging)
+        for function in (model.avg_fn, model.multi_avg_fn) if wraps else (callback._avg_fn,):
+            if function is not None and getattr(function, "__module__", None) not in _ELEMENTWISE:
+                raise ParameterAccessError(
+                    f"The averaging function of {type(callback).__name__} would get slices of parameters, and nobody "
+                    "knows whether it is elementwise. Use those of torch.optim.swa_utils, average "
+                    "`lightning_zero.local_slices(module)` yourself, or use stage 1 or 2 in full precision."
+                )
+        if not any(hasattr(parameter, "zero_part") for parameter in model.parameters()):
+            _slice(model, session, module, "module." if wraps else "")  # else it is that of a fit before
+        replaced.put(model if wraps else callback, "update_parameters", partial(shows, writes=False))
+        for name in ("_swap_models", "_copy_average_to_current") if wraps else ("transfer_weights",):
+            replaced.put(callback, name, partial(shows, writes=True))
+        if wraps:
+            replaced.put(callback, "on_load_checkpoint", partial(shows, writes=False))
+            replaced.put(callback, "on_load_checkpoint", partial(fits, copy=model.module))
         else:
-            _check_elementwise(callback, callback._avg_fn, None)
-            replaced.put(callback, "update_parameters", reads)
-            replaced.put(callback, "transfer_weights", writes)
-            replaced.put(callback, "_load_average_model_state", partial(_fitting_state, model))
+            replaced.put(callback, "_load_average_model_state", partial(_fitting, model))
 
 
 class _Masters:
@@ -373,10 +339,10 @@ class _Masters:
         return getattr(self._module, name)
 
 
-def _slice(average: nn.Module, session: ZeroSession, module: nn.Module) -> None:
-    """Let the parameters of a callback's copy be slices, of the values that the module has."""
-    engine, prefix = session.engine, "module." if hasattr(average, "n_averaged") else ""
-    copies: dict[nn.Parameter, nn.Parameter] = {}
+def _slice(average: nn.Module, session: ZeroSession, module: nn.Module, prefix: str) -> None:
+    """Let the parameters of a callback's copy be slices of the module's values, for good: whole shape and first element
+    are in ``zero_part``. The Trainer may save it after the fit."""
+    engine, copies = session.engine, dict[nn.Parameter, nn.Parameter]()
     for name, parameter in module.named_parameters(remove_duplicate=False):
         owner, _, key = f"{prefix}{name}".rpartition(".")
         place: dict[str, Any] = average.get_submodule(owner)._parameters
@@ -387,116 +353,34 @@ def _slice(average: nn.Module, session: ZeroSession, module: nn.Module) -> None:
                 copies[parameter] = nn.Parameter(values, requires_grad=False)
                 vars(copies[parameter])["zero_part"] = (torch.Size(one.spec.shape), one.start)
             place[key] = copies[parameter]
-    average.state_dict = partial(_saved, average)  # type: ignore[assignment]
-
-
-def _part(average: Tensor) -> tuple[torch.Size, int] | None:
-    """The shape of the whole average, and the first element that is here; ``None`` of an ordinary parameter."""
-    return getattr(average, "zero_part", None)
+    vars(average)["state_dict"] = partial(_saved, average)
 
 
 def _saved(copy: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """What a callback's copy answers to ``state_dict``, for good, because the Trainer may save it after the fit:
-    averages as what is saved sharded, under full names."""
+    """What a sliced copy answers to ``state_dict``: averages as what is saved sharded, under full names."""
     state = {}
     for key, value in type(copy).state_dict(copy, *args, **{**kwargs, "keep_vars": True}).items():
         if isinstance(value, Tensor):
-            part = _part(value)
+            part = getattr(value, "zero_part", None)
             value = FlatShard(value.detach(), *part) if part else value.detach()
         state[unwrapped(key)] = value
     return state
 
 
-def _fitting(copy: nn.Module, shown: Callable[[Any], Any], load: Callable[..., Any]) -> Callable[..., None]:
-    """``WeightAveraging.on_load_checkpoint``, which reads slices."""
-
-    def call(trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if "state_dict" in checkpoint:
-            checkpoint = {**checkpoint, "state_dict": _fitted(copy, checkpoint["state_dict"])}
-        load(trainer, shown(pl_module), checkpoint)
-
-    return call
-
-
-def _fitting_state(copy: nn.Module, load: Callable[..., Any]) -> Callable[[Any], None]:
-    """``StochasticWeightAveraging._load_average_model_state``, which reads slices."""
+def _fitting(copy: nn.Module, load: Callable[[Any], None]) -> Callable[[Any], None]:
     return lambda state: load(_fitted(copy, state))
 
 
 def _fitted(copy: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A stored average under the names of ``copy``, of which each rank reads its own slices."""
+    """A stored average under the names of a sliced copy, of which each rank reads its own slices."""
     own = {unwrapped(key): (key, value) for key, value in copy.named_parameters(remove_duplicate=False)}
     fitted = {}
     for key, value in state.items():
         name, target = own.get(unwrapped(key), (key, None))
-        if target is not None and (part := _part(target)) and value.shape == part[0]:
+        part = getattr(target, "zero_part", None)
+        if target is not None and part and value.shape == part[0]:
             values = target.detach().clone()
             read_slices([(value, part[1], values)])
             value = values
         fitted[name] = value
     return fitted
-
-
-_SHAPES = [(6, 8), (5,)]
-_COUNTS = (0, 1, 2, 3, 1000)  # Lightning copies where the count is 0, so a function may fail there
-_RANKS = 3
-
-
-def _check_elementwise(callback: Callback, alone: Any, together: Any) -> None:
-    """Raise ParameterAccessError unless an averaging function gives slices what it gives the whole: by a trial.
-
-    Copies of it run through several updates: one with whole tensors, and one for each of three ranks with its slices.
-    """
-    if alone is None and together is None:
-        return
-    wholes = [torch.linspace(-1.0, end, torch.Size(shape).numel()).view(shape) for shape in _SHAPES for end in (3, -2)]
-    try:
-        with torch.random.fork_rng(devices=[]):
-            expected = _updated(alone, together, wholes)
-            ranks = [[whole.flatten().tensor_split(_RANKS)[rank] for whole in wholes] for rank in range(_RANKS)]
-            found = zip(*(_updated(alone, together, slices) for slices in ranks), strict=True)
-            alike = all(
-                torch.equal(whole.view(torch.int32), torch.cat(slices).view(torch.int32))
-                for whole, slices in zip(expected, found, strict=True)
-            )
-    except Exception:
-        alike = False
-    if not alike:
-        raise ParameterAccessError(
-            f"The averaging function of {type(callback).__name__} gives other numbers for a slice of a parameter than "
-            "for the whole, or other ones in every run, and each rank has slices. Pass an elementwise one, such as "
-            "those of torch.optim.swa_utils, or use stage 1 or 2 in full precision."
-        )
-
-
-def _updated(alone: Any, together: Any, tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The averages, flat, after each of several updates by a copy of the function."""
-    alone, together, found = _copied(alone), _copied(together), []
-    copies = [tensor.clone() for tensor in tensors]
-    averages, values = copies[::2], copies[1::2]
-    for count in map(torch.tensor, _COUNTS):
-        try:
-            if alone is None:
-                together(averages, values, count)
-            else:
-                for average, value in zip(averages, values, strict=True):
-                    average.copy_(alone(average, value, count))
-        except Exception:
-            if count:
-                raise
-        found += [average.flatten().clone() for average in averages]
-        for value in values:
-            value.mul_(-0.75)
-    return found
-
-
-def _copied(function: Any) -> Any:
-    """A function with what it keeps copied: a method's or callable's object, and variables of the scope around it."""
-    if isinstance(function, FunctionType) and function.__closure__ is not None:
-        cells = tuple(CellType(_copied(cell.cell_contents)) for cell in function.__closure__)
-        copy = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
-        copy.__kwdefaults__ = function.__kwdefaults__
-        return copy
-    if isinstance(function, nn.Module | Trainer | Callback):
-        return function  # too large, and no state of the average
-    return deepcopy(function)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,15 +33,8 @@ from lightning_zero.errors import ParameterAccessError
 from lightning_zero.optim.gradients import clip_by_norm, clip_by_value, gradient_norm
 from lightning_zero.session.module_state import left_out_of
 from lightning_zero.session.session import ZeroSession
-from lightning_zero.trainer.callbacks import refuse_synced_norms
 from lightning_zero.trainer.precision import precision_property
-from lightning_zero.trainer.processes import (
-    DEFAULT_TIMEOUT,
-    Processes,
-    StartMethod,
-    answer_foreign_names,
-    leave_group_of_one,
-)
+from lightning_zero.trainer.processes import DEFAULT_TIMEOUT, Processes, StartMethod, leave_group_of_one
 
 __all__ = ["ZeroFabricStrategy"]
 
@@ -122,7 +114,7 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
             ``offload``, ``activations``, ``checkpoint`` and ``broadcast_buffers``, as for ``ZeroStrategy``.
 
     Raises:
-        TypeError: for an unknown argument. That of another strategy is answered with what to write here.
+        TypeError: for an unknown argument. docs/migrating.md has those of other strategies.
         ValueError: if a setting is not usable.
     """
 
@@ -134,7 +126,6 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         "`fabric.setup_optimizers(optimizer)` on every rank, and use what that returns."
     )
 
-    @answer_foreign_names(field.name for field in fields(SessionSettings) if field.name != "placement")
     def __init__(
         self,
         stage: StageLike = 3,
@@ -209,7 +200,6 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
                 f"ZeroFabricStrategy shards one module, and {type(self._module.module).__name__} is set up already. "
                 f"Make {type(module).__name__} a part of that, or if it is not trained, only `.to(fabric.device)` it."
             )
-        refuse_synced_norms(module, self.root_device)
         session = self._begin_session()
         session.check_trainer = self._refuse_other_strategies
         session.shard(module, self.precision)

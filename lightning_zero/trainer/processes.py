@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
-from functools import wraps
-from typing import Any, Literal, ParamSpec, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -40,18 +38,17 @@ from lightning_zero.comm.groups import (
 )
 from lightning_zero.config import SessionSettings
 from lightning_zero.debug import full_parameters
-from lightning_zero.errors import ZeroError, did_you_mean, point_to_page
+from lightning_zero.errors import ZeroError, point_to_page
 from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.session.optimizer_state import OptimizerState
 from lightning_zero.session.session import ZeroSession
 from lightning_zero.trainer.precision import unwrapped
 
-__all__ = ["DEFAULT_TIMEOUT", "Processes", "StartMethod", "answer_foreign_names", "leave_group_of_one"]
+__all__ = ["DEFAULT_TIMEOUT", "Processes", "StartMethod", "leave_group_of_one"]
 
 _OF_TRANSPORT = re.compile(
     r"gloo/|NCCL|ProcessGroup|Broken pipe|Connection (was likely |reset by peer|closed by peer)|Timed out waiting"
 )
-
 DEFAULT_TIMEOUT = default_pg_timeout
 StartMethod = Literal["popen", "spawn", "fork"]
 _NOT_SET_UP = (
@@ -280,52 +277,3 @@ def _store_of_this_attempt(timeout: timedelta | None) -> dict[str, Any]:
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = tcp_store(*place, is_master=False, timeout=timeout or DEFAULT_TIMEOUT)
     return {"store": prefix_store(f"lightning_zero/attempt {attempt}", store)}
-
-
-_P = ParamSpec("_P")
-# What to write for the arguments of other strategies that most people have to replace; docs/migrating.md has all.
-_HERE = {
-    "cpu_offload": "Write offload='cpu'.",
-    "offload_optimizer": "Write offload=HostOffload(), or NvmeOffload('/local') for files.",
-    "offload_parameters": "Write stage=3, offload=HostOffload(parameters=True).",
-    "nvme_path": "Write offload=NvmeOffload('/local').",
-    "auto_wrap_policy": "Write units=['Block'] with your classes, or leave it out.",
-    "activation_checkpointing_policy": "Write activations=['Block'] with your classes.",
-    "state_dict_type": "Write checkpoint='consolidated' for 'full', or leave it out for 'sharded'.",
-    "sharding_strategy": "Write stage=3 for FULL_SHARD, stage=2 for SHARD_GRAD_OP.",
-    "device_mesh": "Leave it out. For groups that share what is sharded write shard_within=8, or 'node'.",
-    "mixed_precision": "Write Trainer(precision='bf16-mixed').",
-    "find_unused_parameters": "Leave it out: a step may use any part of the parameters.",
-    "ddp_comm_hook": "Write compression=Compression(gradients='bfloat16'), or leave it out.",
-    "bucket_cap_mb": "Write bucket_mib=100.0 (stages 1 and 2).",
-    "config": "Leave it out: write its settings as arguments, for example stage=3, offload='cpu'.",
-    "precision": "Write Trainer(precision=...); a plugin is precision_plugin=ZeroPrecision(...).",
-    "precision_plugin": "Write precision=ZeroPrecision(...) here, in Fabric.",
-    "loaders": "Leave it out: in Fabric the loop is yours.",
-}
-
-
-def answer_foreign_names(more: Iterable[str] = ()) -> Callable[[Callable[_P, None]], Callable[_P, None]]:
-    """For the constructor of a strategy: ``TypeError`` for arguments that it has not, with what to write instead.
-
-    Its signature stays what type checkers and jsonargparse read. ``more`` are names that ``**kwargs`` stands for.
-    """
-
-    def decorate(init: Callable[_P, None]) -> Callable[_P, None]:
-        known = [*inspect.signature(init).parameters, *more]
-
-        @wraps(init)
-        def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
-            owner: Any = type(args[0]).__name__
-            if foreign := [name for name in kwargs if name not in known]:
-                told = " ".join(
-                    f"{owner} has no argument {name!r}."
-                    + (f" {_HERE[name]}" if name in _HERE else did_you_mean(name, known))
-                    for name in foreign
-                )
-                raise TypeError(f"{told} docs/migrating.md has a row for each argument of other strategies.")
-            init(*args, **kwargs)
-
-        return checked
-
-    return decorate

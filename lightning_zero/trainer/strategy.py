@@ -59,13 +59,12 @@ from lightning_zero.trainer.callbacks import (
     hold_schedulers,
     is_running,
     refuse_other_strategies,
-    refuse_synced_norms,
     refuse_unsynced,
     without_modules,
 )
 from lightning_zero.trainer.loaders import NoBatch, Signals, lock_loaders
 from lightning_zero.trainer.precision import ZeroPrecision, precision_property
-from lightning_zero.trainer.processes import DEFAULT_TIMEOUT, Processes, StartMethod, answer_foreign_names
+from lightning_zero.trainer.processes import DEFAULT_TIMEOUT, Processes, StartMethod
 
 __all__ = ["ZeroStrategy"]
 
@@ -104,7 +103,7 @@ class ZeroStrategy(Processes, ParallelStrategy):
             part of a checkpoint.
 
     Raises:
-        TypeError: for an unknown argument. That of another strategy is answered with what to write here.
+        TypeError: for an unknown argument. docs/migrating.md has those of other strategies.
         ValueError: if a setting is not usable.
 
     Source: ZeRO (arXiv:1910.02054), ZeRO-Offload (arXiv:2101.06840), ZeRO-Infinity (arXiv:2104.07857).
@@ -118,7 +117,6 @@ class ZeroStrategy(Processes, ParallelStrategy):
         "`trainer.strategy.setup_optimizers(trainer)` on every rank."
     )
 
-    @answer_foreign_names()
     def __init__(
         self,
         stage: StageLike = 3,
@@ -254,10 +252,8 @@ class ZeroStrategy(Processes, ParallelStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        if fitting:
-            if self._layer_sync is not None:
-                self.model = self._layer_sync.apply(self._module)
-            refuse_synced_norms(self._module, self.root_device)
+        if fitting and self._layer_sync is not None:
+            self.model = self._layer_sync.apply(self._module)
         session = self._begin_session()
         session.check_trainer = partial(refuse_other_strategies, ZeroStrategy)
         session.before_thaw = self._refuse_averages

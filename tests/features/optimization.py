@@ -391,7 +391,7 @@ FEATURES = {
             refused=dict.fromkeys(
                 _EVERYWHERE,
                 Refusal(
-                    "is a SyncBatchNorm, which torch", "on CPUs, where torch has none for DDP either; on GPUs not tried"
+                    "SyncBatchNorm expected input", "on CPUs, where torch has none for DDP either; on GPUs not tried"
                 ),
             ),
         ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
-from torch.optim.swa_utils import get_ema_avg_fn, get_ema_multi_avg_fn, get_swa_avg_fn
+from torch.optim.swa_utils import get_ema_avg_fn, get_ema_multi_avg_fn
 
 from lightning_zero import HostOffload, NvmeOffload
 from lightning_zero.errors import ParameterAccessError
-from lightning_zero.trainer.callbacks import _SHAPES, _check_elementwise
 from tests.helpers.cases import WIDTH, Block
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
@@ -165,8 +164,8 @@ def test_averages_with_offload(kind: str, tmp_path: Path) -> None:
     assert_same(run_world(2, play), [kind], expected="none")
 
 
-def test_a_second_fit_and_an_average_that_is_not_elementwise() -> None:
-    """The second fit's copy is made of a module that the first one has sharded."""
+def test_a_second_fit() -> None:
+    """Its copy is made of a module that the first one has sharded."""
 
     def play(strategy: Strategy) -> dict[str, Any]:
         module = Net(Normed)
@@ -179,60 +178,27 @@ def test_a_second_fit_and_an_average_that_is_not_elementwise() -> None:
 
     assert_same(each_strategy(play))
 
-    def normalised(average: Tensor, current: Tensor, count: Any) -> Tensor:
-        return current / current.median()
 
-    def refused(rank: int) -> str:
-        with quiet(), pytest.raises(ParameterAccessError) as caught:
-            fit(zero(3), Net(Normed), 3, callbacks=[EveryOther(avg_fn=normalised)])
-        return str(caught.value)
-
-    for message in run_world(2, refused):
-        assert "averaging function of EveryOther gives other numbers" in message
+def own(average: Tensor, current: Tensor, count: Any) -> Tensor:
+    return torch.lerp(average, current, 0.1)
 
 
-class FromTheSecondCall:
-    """A callable that keeps a count of its own, and averages over all elements once it has begun."""
+def test_an_averaging_function_of_one_s_own_is_refused_where_it_would_get_slices() -> None:
+    swa = partial(StochasticWeightAveraging, swa_lrs=0.01, avg_fn=own)
+    foreach = partial(EveryOther, multi_avg_fn=lambda averages, values, count: None)
 
-    def __init__(self, elementwise: bool) -> None:
-        self.calls, self.elementwise = 0, elementwise
+    def play(rank: int) -> None:
+        for make in (partial(EveryOther, avg_fn=own), foreach, swa):
+            for strategy, options in ((zero(3), {}), (zero(1), {"precision": "bf16-mixed"})):
+                with (
+                    quiet(),
+                    pytest.raises(ParameterAccessError, match=r"averaging function of .*lightning_zero\.local_slices"),
+                ):
+                    fit(strategy, Net(Normed), 3, callbacks=[make()], **options)
+        with quiet():
+            fit(zero(1), Net(Normed), 3, callbacks=[EveryOther(use_buffers=False, avg_fn=own)])
 
-    def __call__(self, average: Tensor, value: Tensor, count: Any) -> Tensor:
-        self.calls += 1
-        if self.calls <= len(_SHAPES):
-            return value.clone()
-        return 0.9 * average + 0.1 * (value if self.elementwise else value.mean())
-
-
-def warming() -> Any:
-    """A function whose count is a variable around it."""
-    calls = 0
-
-    def function(average: Tensor, value: Tensor, count: Any) -> Tensor:
-        nonlocal calls
-        calls += 1
-        return torch.lerp(average, value, 1 / (1 + calls))
-
-    return function
-
-
-_GOOD = [
-    *(get_ema_avg_fn(0.9), get_swa_avg_fn(), FromTheSecondCall(True), warming()),
-    *(lambda a, v, n: a + (v - a) / (n + 1), lambda a, v, n: a + (v - a) / int(n), lambda a, v, n: a if n < 2 else v),
-]
-_BAD = [
-    *(lambda a, v, n: v / v.median(), lambda a, v, n: v if n < 2 else v / v.norm(), FromTheSecondCall(False)),
-    *(lambda a, v, n: a if a.dim() > 1 else v, lambda a, v, n: a if a.numel() < 4 else v),
-    lambda a, v, n: a + torch.rand(()) * v,
-]
-
-
-@pytest.mark.parametrize(("functions", "refused"), [(_GOOD, False), (_BAD, True)], ids=["good", "bad"])
-def test_averaging_functions_are_tried_over_several_updates(functions: list[Any], refused: bool) -> None:
-    for function in functions:
-        with pytest.raises(ParameterAccessError) if refused else nullcontext():
-            _check_elementwise(WeightAveraging(), function, None)
-        assert getattr(function, "calls", 0) == 0, "a trial runs copies"
+    run_world(2, play)
 
 
 def stage_of(strategy: Any) -> int:
