@@ -8,8 +8,9 @@ from lightning_zero.comm.collectives import (
     Content,
     LocalCollectives,
     Pending,
+    Totals,
 )
-from lightning_zero.comm.control import ControlGroup, Totals, raising
+from lightning_zero.comm.control import ControlGroup, raising
 from lightning_zero.comm.groups import Groups, ShardGroup, orders_differ, shard_span
 from lightning_zero.comm.native import GlooCollectives, NativeCollectives
 from lightning_zero.comm.streams import Streams

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero._torch import place_in, untracked
-from lightning_zero.comm.control import NOTES, Note, raise_failure
+from lightning_zero._torch import untracked
+from lightning_zero.comm.control import ControlGroup
 from lightning_zero.comm.streams import Event, Streams
 from lightning_zero.config import Placement
 
@@ -25,7 +23,7 @@ PATIENCE_SECONDS = 2.0
 Content = tuple[Hashable, int] | None
 """What is gathered to be computed with: its name, and a number for its state, of which each comes once."""
 
-__all__ = ["PATIENCE_SECONDS", "CollectiveCall", "Collectives", "Content", "LocalCollectives", "Pending"]
+__all__ = ["PATIENCE_SECONDS", "CollectiveCall", "Collectives", "Content", "LocalCollectives", "Pending", "Totals"]
 
 
 @dataclass(frozen=True)
@@ -41,61 +39,37 @@ class CollectiveCall:
 class Pending:
     """A collective under way: what to wait for, and the tensors it keeps alive until then.
 
+    A wire for whose transfers the host has to wait overrides ``ready_within`` and ``_arrive``.
+
     Args:
         what: what is carried, for error messages.
         rank: this rank, for error messages.
-        works: host-side handles to wait on.
         event: device-side event after which the result may be used.
         keep: tensors the transport still reads or writes.
-        finish: arithmetic on the result that has to follow the transport, run once by the first ``wait``.
-        group: what carries it, if ``works`` are of a process group.
     """
 
     def __init__(
-        self,
-        what: str,
-        rank: int,
-        works: Sequence[Any] = (),
-        event: Event = None,
-        streams: Streams | None = None,
-        keep: Sequence[Tensor] = (),
-        finish: Callable[[], None] | None = None,
-        group: dist.ProcessGroup | None = None,
+        self, what: str, rank: int, event: Event = None, streams: Streams | None = None, keep: Sequence[Tensor] = ()
     ) -> None:
         self.what = what
-        self.group = group
-        self.place = place_in(group) if group is not None else 0  # which one it is of the group's
         self._rank = rank
-        self._works = works
         self._event = event
         self._streams = streams
         self._keep = keep
-        self._finishing = [] if finish is None else [finish]
+        self._finishing: list[Callable[[], None]] = []
         self.done = False  # whether ``wait`` has returned before
         self._waiting = threading.Lock()
 
     def ready_within(self, seconds: float) -> bool:
         """Whether ``wait`` would return after ``seconds`` at most; always on a device, where the host never waits."""
-        if self.done or self._event is not None:
-            return True
-        deadline, pause = time.monotonic() + seconds, 0.0001
-        while not all(work.is_completed() for work in self._works):
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, 0.002)
         return True
-
-    def is_completed(self) -> bool:
-        """Whether ``wait`` would return now: a collective may be part of another one."""
-        return self.ready_within(0.0)
 
     def receive(self) -> None:
         """``wait`` for the result only: this rank's own part may still be read by others until ``wait``."""
         self.wait()
 
     def then(self, more: Callable[[], None]) -> None:
-        """Have more arithmetic on the result follow, in the first ``wait``. Before that has begun."""
+        """Have arithmetic on the result follow, in the first ``wait``. Before that has begun."""
         self._finishing.append(more)
 
     def wait(self) -> None:
@@ -109,16 +83,7 @@ class Pending:
         with self._waiting:
             if self.done:
                 return
-            try:
-                while self._works:  # gloo tells once that a message has come: who asks again waits until the timeout
-                    NOTES.here.append(Note(self.what, self.group, self.place))
-                    try:
-                        self._works[0].wait()
-                    finally:
-                        NOTES.here.pop()
-                    self._works = self._works[1:]
-            except RuntimeError as error:
-                raise_failure(self.what, self._rank, error)
+            self._arrive()
             if self._streams is not None:
                 self._streams.wait(self._event)
             if self._finishing:
@@ -126,7 +91,10 @@ class Pending:
                     for finish in self._finishing:
                         finish()
             self.done = True
-            self._works, self._keep, self._finishing = (), (), []
+            self._keep, self._finishing = (), []
+
+    def _arrive(self) -> None:
+        """Have the host wait until the transfer has ended."""
 
 
 class Collectives(ABC):
@@ -151,8 +119,8 @@ class Collectives(ABC):
     """Why gathered weights differ from their owners' where they are computed with, in words; empty: they do not."""
     gathers_at_once = False
     """Whether a gather is over when it has begun, so that prefetching gains nothing. Alike on all ranks."""
-    grouped = False
-    """Whether there are several shard groups, so that ``average_across`` has to follow the reductions of a step."""
+    across: Any = None
+    """The wire between the ranks of one place in several shard groups: ``average_across`` has to follow reductions."""
     receives = False
     """Whether reductions need memory of the wire's own, as large as the largest bucket."""
 
@@ -300,7 +268,8 @@ class Collectives(ABC):
 
     @abstractmethod
     def total(self, numbers: Tensor, largest: bool = False) -> Tensor:
-        """As ``Totals`` has it, on the device that the wire is for; the host does not wait. Collective: every rank."""
+        """As ``ControlGroup.total``, on the device that the wire is for; the host does not wait. Collective: every
+        rank."""
 
     @abstractmethod
     def _all_gather(
@@ -317,6 +286,10 @@ class Collectives(ABC):
 
     @abstractmethod
     def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending: ...
+
+
+Totals = ControlGroup | Collectives
+"""What puts numbers of all ranks together, on the ``device`` that they are on."""
 
 
 class LocalCollectives(Collectives):

@@ -1,6 +1,6 @@
 """Agreements between the hosts of all ranks, errors that say what was being done, and notes of what is waited for.
 
-Where a thread waits for other ranks it notes for what (``NOTES``). The extension ``watch`` reads the notes, for the
+Where a thread waits for other ranks it notes for what (``doing``). The extension ``watch`` reads the notes, for the
 errors of those that wait for this rank. Without it they cost a microsecond, and waits end at the timeout.
 """
 
@@ -15,10 +15,11 @@ import socket
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,18 +27,9 @@ import torch.distributed as dist
 from lightning_zero.errors import CheckpointError, CommunicationError, DivergenceError
 from lightning_zero.registry import extension, installed
 
-__all__ = [
-    "ABOUT_GRADIENTS",
-    "ANY_AGREEMENT",
-    "LOOK_SECONDS",
-    "NOTES",
-    "ControlGroup",
-    "Note",
-    "Totals",
-    "current_watch",
-]
-__all__ += ["doing", "failure_text", "naming_failures", "notes_of", "parent_rank", "passed_on", "raise_failure"]
-__all__ += ["raising", "verdict", "watch_ranks"]
+__all__ = ["ABOUT_GRADIENTS", "ANY_AGREEMENT", "LOOK_SECONDS", "ControlGroup", "Note", "current_watch", "doing"]
+__all__ += ["naming_failures", "notes_of", "parent_rank", "passed_on", "raise_failure", "raising", "verdict"]
+__all__ += ["watch_ranks"]
 
 ABOUT_GRADIENTS = "the agreement on a norm or an overflow of gradients"
 T = TypeVar("T")
@@ -66,11 +58,11 @@ LOOK_SECONDS = 1.0
 passed_on: dict[str, int] = {}
 """How many transfers of a kind this rank has left to threads that need all other ranks', by the kind's name."""
 
-_by_thread: dict[int, list[Note]] = {}
+_notes: defaultdict[int, list[Note]] = defaultdict(list)  # by thread, the newest last
 
 
 class Note(NamedTuple):
-    """What a thread does with the other ranks: see ``NOTES``."""
+    """What a thread does with the other ranks: see ``doing``."""
 
     what: str  # for people
     # What carries it; a name where that is no process group. ``None``: this note is text only.
@@ -80,21 +72,10 @@ class Note(NamedTuple):
     moment: Callable[[], int] = int  # a number that changes while something is heard of others
 
 
-class _Notes(threading.local):
-    """The notes of each thread, the newest last."""
-
-    def __init__(self) -> None:
-        self.here = _by_thread[threading.get_ident()] = list[Note]()
-
-
-NOTES = _Notes()
-"""``NOTES.here`` are those of this thread: who waits appends one, and takes it away afterwards."""
-
-
 @contextmanager
 def doing(what: str, *more: Any) -> Iterator[None]:
-    """Have ``Note(what, *more)`` among this thread's. Hot code appends and pops by itself: that is two calls less."""
-    notes = NOTES.here
+    """Have ``Note(what, *more)`` among this thread's."""
+    notes = _notes[threading.get_ident()]
     notes.append(Note(what, *more))
     try:
         yield
@@ -104,7 +85,7 @@ def doing(what: str, *more: Any) -> Iterator[None]:
 
 def notes_of(thread: int) -> list[Note]:
     """The notes of a thread, the newest last."""
-    return list(_by_thread.get(thread, ()))
+    return list(_notes.get(thread, ()))
 
 
 def watch_ranks() -> Any:
@@ -133,7 +114,7 @@ def parent_rank() -> int | None:
 
 def _after_fork() -> None:
     global _inherited
-    NOTES.here.clear()  # of the thread that forked; others do not come along
+    _notes.clear()
     _inherited = (dist.group.WORLD, dist.get_rank()) if dist.is_initialized() else None
 
 
@@ -141,11 +122,11 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 @contextmanager
-def naming_failures(what: str, rank: int, group: Any = None) -> Iterator[None]:
+def naming_failures(what: str, rank: int, *more: Any) -> Iterator[None]:
     """Turn a transport's error (a dead peer, a timeout) into one that says what was being done and what to do next.
 
-    What is done, and the ``group`` that carries it, is noted meanwhile, for the errors of other ranks. In a process
-    that a rank has forked nothing is done: it would write into the rank's connections.
+    Meanwhile ``Note(what, *more)`` is among this thread's. In a process that a rank has forked nothing is done: it
+    would write into the rank's connections.
     """
     if _inherited is not None and (parent := parent_rank()) is not None:
         raise CommunicationError(
@@ -153,8 +134,8 @@ def naming_failures(what: str, rank: int, group: Any = None) -> Iterator[None]:
             "cannot reach the other ranks. Do it in the rank itself, in a step method or a hook, and let the worker "
             "return what it needs."
         )
-    notes = NOTES.here
-    notes.append(Note(what, group))
+    notes = _notes[threading.get_ident()]
+    notes.append(Note(what, *more))
     try:
         yield
     except RuntimeError as error:
@@ -176,16 +157,6 @@ def raise_failure(what: str, rank: int, error: RuntimeError) -> NoReturn:
         "Another rank has died, raised an error, or did not arrive within the process group's timeout. Look at the "
         "log of the rank that stopped first. Checkpoints that were saved before are intact."
     ) from error
-
-
-class Totals(Protocol):
-    """Puts numbers of all ranks together, on the device that they are on: a ``ControlGroup`` or a wire."""
-
-    device: torch.device
-
-    def total(self, numbers: torch.Tensor, largest: bool = False) -> torch.Tensor:
-        """Sum float64 numbers (1-D, may be overwritten) over the ranks, or take the ``largest`` of those that are not
-        negative, NaN if one is. The same bits on every rank. Collective: every rank."""
 
 
 _NUMBER = re.compile(r"(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?)")
@@ -252,10 +223,14 @@ class ControlGroup:
         results = self.gather_objects(result, what.partition("'")[0])  # a path may differ between ranks
         if failure is not None and not isinstance(failure, Exception):
             raise failure
-        failures = {rank: found.reason for rank, found in enumerate(results) if isinstance(found, _Failed)}
+        failures = [(rank, found) for rank, found in enumerate(results) if isinstance(found, _Failed)]
         if failures:
-            text = failure_text(what, failures)
-            raise error(f"{text}\n{advice}" if advice else text) from failure
+            named = [f"  rank {rank}: {text}" for rank, text in failures[:_NAMED_RANKS]]
+            if len(failures) > _NAMED_RANKS:
+                named.append(f"  ... and {len(failures) - _NAMED_RANKS} more ranks.")
+            ranks = ", ".join(str(rank) for rank, _ in failures[:_NAMED_RANKS])
+            first = f"Could not {what}: failed on {'rank' if len(failures) == 1 else 'ranks'} {ranks}."
+            raise error("\n".join(filter(None, [first, *named, advice]))) from failure
         return results
 
     def alike(self, what: str, lines: Sequence[str], advice: str = _SAME_PROGRAM) -> None:
@@ -328,7 +303,8 @@ class ControlGroup:
         return flags
 
     def total(self, numbers: torch.Tensor, largest: bool = False) -> torch.Tensor:
-        """As ``Totals`` has it: summed in the order of the parts. Collective: every rank."""
+        """Sum float64 numbers (1-D, may be overwritten) over the ranks, or take the ``largest`` of those that are not
+        negative, NaN if one is: the same bits on every rank, in the order of the parts. Collective: every rank."""
         return self.put_together(self.exchange(numbers.view(torch.int64).tolist(), ABOUT_GRADIENTS), largest)
 
     def put_together(self, rows: Sequence[Sequence[int]], largest: bool = False) -> torch.Tensor:
@@ -363,10 +339,8 @@ class ControlGroup:
         return [memory[at : at + len(mine)] for at in places]
 
 
-class _Failed(NamedTuple):
+class _Failed(str):
     """What a rank tells of an action that raised."""
-
-    reason: str
 
 
 def raising(failure: BaseException | None) -> Callable[[], None]:
@@ -377,13 +351,3 @@ def raising(failure: BaseException | None) -> Callable[[], None]:
             raise failure
 
     return action
-
-
-def failure_text(what: str, failures: Mapping[int, str]) -> str:
-    """The message of a step that failed on some ranks."""
-    named = [f"  rank {rank}: {text}" for rank, text in sorted(failures.items())[:_NAMED_RANKS]]
-    if len(failures) > _NAMED_RANKS:
-        named.append(f"  ... and {len(failures) - _NAMED_RANKS} more ranks.")
-    ranks = "rank" if len(failures) == 1 else "ranks"
-    numbers = ", ".join(map(str, sorted(failures)[:_NAMED_RANKS]))
-    return "\n".join([f"Could not {what}: failed on {ranks} {numbers}.", *named])

@@ -33,26 +33,24 @@ import functools
 import itertools
 import os
 import socket
-import time
 import weakref
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_zero._torch import default_store, new_group
 from lightning_zero.comm.collectives import Pending
-from lightning_zero.comm.control import LOOK_SECONDS, ControlGroup, current_watch, watch_ranks
+from lightning_zero.comm.control import ControlGroup, watch_ranks
 from lightning_zero.config import ShardWithin
 
-__all__ = ["RANKS_PER_HOST", "Connections", "Groups", "Resource", "ShardGroup", "connections"]
+__all__ = ["RANKS_PER_HOST", "Connections", "Groups", "ShardGroup", "connections"]
 __all__ += ["destroy_default_group_at_exit", "order_launches", "orders_differ", "places_by_host"]
 __all__ += ["shard_span", "shut", "sockets", "this_host"]
 
@@ -133,14 +131,12 @@ class Connections(dict[str, list[tuple[int, str]]]):
         """Those that were opened inside, afterwards."""
         before, found = sockets(), list[tuple[int, str]]()
         yield found
-        found += [(file, what) for file, what in sockets().items() if before.get(file) != what]
+        found += sockets().items() - before.items()
 
     def shut(self, name: str) -> None:
         """End whatever waits for them."""
-        now = sockets()
-        for file, what in self.get(name, ()):
-            if now.get(file) == what:
-                shut(file)
+        for file, _ in sockets().items() & set(self.get(name, ())):
+            shut(file)
 
 
 connections = Connections()
@@ -170,26 +166,6 @@ class ShardGroup:
 
     rank: int
     world_size: int
-
-
-class Resource(ABC):
-    """What wires have made for some ranks, once, and share: threads, connections, more groups. Ends with the groups."""
-
-    def stop(self) -> None:  # noqa: B027
-        """Let whoever waits for other ranks here give up. Called from any thread."""
-
-    @abstractmethod
-    def end(self) -> None:
-        """Give everything back. Collective: every rank."""
-
-
-class _Recipe(NamedTuple):
-    """How process groups were made."""
-
-    backend: str | None
-    span: int | None  # as ``Groups.create`` has it
-    sets: Sequence[Sequence[int]]  # of ranks, of which each has a group; none: all ranks
-    default: Callable[[], dist.ProcessGroup | None]  # the default group then; weak: it ends without them
 
 
 @dataclass(eq=False)
@@ -222,8 +198,9 @@ class Groups:
     hosts: list[list[int]] = field(default_factory=list)  # the ranks of each, once they have been asked
     number: int = field(default_factory=itertools.count().__next__)
     """Alike on all ranks, as groups are created together. The store outlives them: its keys must not begin anew."""
+    made: Sequence[Any] = (lambda: None, None)  # the default group then (weak: it ends without them), backend, span
+    sets: Sequence[Sequence[int]] = ()  # of ranks, of which each has process groups; none: all ranks
     _resources: dict[str, Any] = field(default_factory=dict)
-    _recipe: _Recipe | None = None
     _meetings: Counter[str] = field(default_factory=Counter)
 
     @classmethod
@@ -244,14 +221,11 @@ class Groups:
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(None, None, ControlGroup(None), ControlGroup(None), ShardGroup(0, 1), divisor=1)
-        default = dist.group.WORLD
-        if default is None:
-            raise RuntimeError("There is no default process group; the Trainer makes one in setup_environment.")
+        default: Any = dist.group.WORLD
         for groups in list(_LIVE):
-            recipe = groups._recipe
-            if recipe is None or recipe.default() is not default:
+            if groups.made[0]() is not default:
                 groups.destroy()  # their default group has ended, and nothing ended them
-            elif (recipe.backend, groups.timeout, recipe.span) == (backend, timeout, span):
+            elif (*groups.made[1:], groups.timeout) == (backend, span, timeout):
                 groups.part(apart)
                 return groups
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -262,7 +236,7 @@ class Groups:
         control = ControlGroup(_made("gloo", timeout, "agreements"), rank, world_size)
         checkpoint = ControlGroup(_made("gloo", timeout, "checkpoints"), rank, world_size)
         groups = cls(gather, gather, control, checkpoint, ShardGroup(rank % size, size), size, timeout=timeout)
-        groups._recipe = _Recipe(backend, span, sets, weakref.ref(default))
+        groups.made, groups.sets = (weakref.ref(default), backend, span), sets
         if size < world_size:
             first = rank // size * size
             control.counted = checkpoint.counted = range(first, first + size)
@@ -279,7 +253,7 @@ class Groups:
         gather = _made(backend, self.timeout, what, sets)
         shard = ShardGroup(ranks.index(rank), len(ranks))
         made = Groups(gather, gather, self.control, self.checkpoint, shard, divisor, timeout=self.timeout)
-        made._recipe = _Recipe(backend, None, sets, lambda: None)
+        made.made, made.sets = (lambda: None, backend), sets
         return made
 
     @property
@@ -294,8 +268,8 @@ class Groups:
 
     def part(self, apart: bool) -> None:
         """Give reductions a group of their own, if they have none and any rank needs that. Collective: every rank."""
-        if self.one_order and self._recipe is not None and self.control.agree_any(apart):
-            self.reduce = _made(self._recipe.backend, self.timeout, "gradients", self._recipe.sets)
+        if self.one_order and self.control.agree_any(apart):
+            self.reduce = _made(self.made[1], self.timeout, "gradients", self.sets)
 
     def find_hosts(self) -> list[list[int]]:
         """The ranks of each host, which can see one another's processes. Collective: every rank.
@@ -316,7 +290,8 @@ class Groups:
         return self.hosts
 
     def resource(self, name: str, make: Callable[[], Any]) -> Any:
-        """What wires share under a name: a ``Resource``, made by whoever asks first."""
+        """What wires share under a name (threads, connections, more groups), made by whoever asks first. Its ``end``
+        gives everything back; its ``stop``, if it has one, lets waits for other ranks in it end."""
         if name not in self._resources:
             self._resources[name] = make()
         return self._resources[name]
@@ -324,7 +299,7 @@ class Groups:
     def stop(self) -> None:
         """Let all waits in resources end. Called from any thread."""
         for resource in list(self._resources.values()):
-            resource.stop()
+            getattr(resource, "stop", bool)()
 
     def check_hosts(self) -> None:
         """Raise ValueError, on all ranks, if those of a shard group are not on one host. Collective: every rank."""
@@ -344,29 +319,20 @@ class Groups:
 
         Returns:
             The notes of the ranks that came within so many seconds, by rank; this rank's own among them. If they are
-            not complete, this rank counts as not here for those who look later. Sooner, if the others cannot come.
+            not complete, this rank counts as not here for those who look later.
         """
         self._meetings[occasion] += 1
-        key = f"lightning_zero/{self.number}/{occasion}/{self._meetings[occasion]}"
-        rank, world_size = self.control.rank, self.control.world_size
+        key, rank = f"lightning_zero/{self.number}/{occasion}/{self._meetings[occasion]}", self.control.rank
         notes = {rank: note}
-        if world_size == 1:
-            return notes
-        store, deadline = default_store(), time.monotonic() + seconds
-        with suppress(RuntimeError):  # the process that serves the store is gone
-            watch = current_watch()
-            none_comes = None if watch is None else watch.meet()
-            store.set(f"{key}/{rank}", note)
-            while len(notes) < world_size:
-                left = deadline - time.monotonic()
-                absent = {other: f"{key}/{other}" for other in range(world_size) if other not in notes}
-                with suppress(RuntimeError):  # not all are there
-                    store.wait([*absent.values()], timedelta(seconds=min(max(left, 0.001), LOOK_SECONDS)))
-                notes |= {other: store.get(at).decode() for other, at in absent.items() if store.check([at])}
-                if left <= 0 or (none_comes is not None and none_comes(notes)):
-                    break
-            if len(notes) < world_size:
-                store.delete_key(f"{key}/{rank}")  # who comes later must not take this rank for one that waits
+        if self.control.world_size > 1:
+            store, keys = default_store(), [f"{key}/{other}" for other in range(self.control.world_size)]
+            with suppress(RuntimeError):  # the process that serves the store is gone
+                store.set(keys[rank], note)
+                with suppress(RuntimeError):  # not all have come
+                    store.wait(keys, timedelta(seconds=seconds))
+                notes |= {other: store.get(at).decode() for other, at in enumerate(keys) if store.check([at])}
+                if len(notes) < len(keys):
+                    store.delete_key(keys[rank])  # who comes later must not take this rank for one that waits
         return notes
 
     def destroy(self) -> None:

@@ -11,12 +11,21 @@ Before a rank sends, gloo has the other one say that it can receive, on the conn
 sends. In gloo's all-to-all a rank sends first. So the one that comes later says so behind all that it sends, and a link
 carries one direction after the other: 1.3 times DDP's step of 10M at 200 Mbit/s. Here receives begin before anything
 is sent. What gloo does not tell of messages is that they have come, except to who waits: a thread does.
+
+[Note: two hops and one order]
+A transfer may take several hops (``extensions/hops``, ``shard_within``). The second hop begins when the first one has
+ended, while the rank computes, or waits for something else: if it had to come back for that, ranks could wait for one
+another. So each hop of each kind has a thread, which carries transfers one after the other, in the order in which the
+rank has issued them, which is the same on all ranks. One may be in its second hop while the next one is in its first.
+After one that failed none is sent any more: another rank would take it for the one that did not come.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -25,19 +34,20 @@ from torch import Tensor
 
 from lightning_zero._torch import all_gather_single, reduce_scatter_single, untracked
 from lightning_zero.comm.collectives import Collectives, Content, Pending
-from lightning_zero.comm.control import ABOUT_GRADIENTS, naming_failures
-from lightning_zero.comm.groups import Groups
-from lightning_zero.comm.relay import Relay
+from lightning_zero.comm.control import ABOUT_GRADIENTS, LOOK_SECONDS, naming_failures, passed_on, verdict
+from lightning_zero.comm.groups import Groups, connections
 from lightning_zero.comm.streams import Event, Streams
 from lightning_zero.config import Placement
 
-__all__ = ["GlooCollectives", "NativeCollectives", "PairwiseSum", "divide"]
+__all__ = ["GlooCollectives", "NativeCollectives", "Passage", "average", "divide"]
 
 Hop = tuple[dist.ProcessGroup | None, Callable[[], object]]
 """A group, and what returns when that has carried its part of a transfer."""
 
 _REDUCTIONS = 1  # tag of their messages: averages between groups are gathered in the same process group
 _CHUNK_NBYTES = 2**19  # summed at a time where that takes memory: few calls, and still in a core's cache
+_GRACE_SECONDS = 1.0  # for transfers under way, before their connections are shut
+_CUT_OFF_SECONDS = 3.0  # then, before a thread is left behind: gloo tells nobody of a message that was cut off
 
 
 class NativeCollectives(Collectives):
@@ -53,9 +63,7 @@ class NativeCollectives(Collectives):
         self.groups = groups
         self.streams = streams
         self.across = across
-        """Between the ranks of one place in several shard groups, if there are any."""
         self.state = self.state if across is None else across.state
-        self.grouped = across is not None
 
     def placed(self, placement: Placement) -> Placement:
         return placement if self.across is None else self.across.placed(placement)
@@ -161,7 +169,7 @@ class NativeCollectives(Collectives):
         return super().broadcast(tensor, source, what)
 
     def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
-        with self.streams.gathering():
+        with self.streams.gathering(), naming_failures(what, self.groups.control.rank, self.groups.gather):
             dist.broadcast(tensor, group=self.groups.gather, group_src=source)
             return self._behind(what, (tensor,))
 
@@ -173,18 +181,19 @@ class GlooCollectives(NativeCollectives):
 
     def __init__(self, groups: Groups, streams: Streams, across: NativeCollectives | None = None) -> None:
         super().__init__(groups, streams, across)
-        self._sum = PairwiseSum()
-        self._received = _Received()
+        self._received: dict[torch.dtype, Tensor] = {}  # the one buffer of each dtype that reductions arrive in
+        self._until: Pending | None = None  # the reduction that has it
+        self._late = False  # nobody waits a second time for one that is
 
     @property
     def buffers(self) -> Sequence[Tensor]:
-        return *self._received.memory.values(), *super().buffers
+        return *self._received.values(), *super().buffers
 
     def in_hops(self, kind: str, what: str, hops: Sequence[Hop], keep: Sequence[Tensor]) -> Pending:
         groups, carry = zip(*hops, strict=True)
         name, stop = f"the {kind} {self.groups.number}", self.groups.stop if len(hops) > 1 else bool
         relay: Relay = self.groups.resource(kind, lambda: Relay(name, groups, stop))
-        return Pending(what, self.groups.control.rank, works=[relay.carry(what, carry)], keep=keep)
+        return relay.carry(what, carry, keep)
 
     def _all_gather(
         self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, content: Content
@@ -196,23 +205,25 @@ class GlooCollectives(NativeCollectives):
         return self._sent("gathers", self.groups.gather, what, ranges, sent, (buffer,))
 
     def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float, key: Hashable) -> Pending:
-        received, lent = self._received.room_for(bucket, patience)
-        pending = self.reduce_through(received, bucket, shard, what, key)
-        if lent:
-            self._received.until = pending
-        return pending
+        if self._until is not None:
+            self._late = not self._until.ready_within(0.0 if self._late else patience)
+            if self._late:
+                return self.reduce_through(torch.empty_like(bucket), bucket, shard, what, key)
+            self._until.wait()
+        received = self._received.get(bucket.dtype)
+        if received is None or received.numel() < bucket.numel():
+            with torch.inference_mode(False):
+                received = self._received[bucket.dtype] = torch.empty_like(bucket)
+        self._until = self.reduce_through(received[: bucket.numel()], bucket, shard, what, key)
+        return self._until
 
     def reduce_through(self, received: Tensor, bucket: Tensor, shard: Tensor, what: str, key: Hashable) -> Pending:
         divisor = self.groups.divisor
         if bucket.dtype == torch.float16 and divisor > 1:
             bucket.div_(divisor)
             divisor = 1
-
-        def add_up() -> None:
-            self._sum.into(shard, received.view(self.world_size, -1).unbind(0), divisor, spare=True)
-
         sent = self._all_to_all(received, bucket, [], [], what)
-        sent.then(add_up)
+        sent.then(lambda: average(shard, received.view(self.world_size, -1).unbind(0), divisor, spare=True))
         return sent
 
     def _all_to_all(
@@ -247,38 +258,109 @@ class GlooCollectives(NativeCollectives):
                     works.append(dist.isend(sent[at], group=group, group_dst=at, tag=tag))
         return self.in_hops(kind, what, [(group, partial(_wait_for, works))], keep)
 
-    def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
-        group = self.groups.gather
-        work = dist.broadcast(tensor, group=group, async_op=True, group_src=source)
-        return Pending(what, self.groups.control.rank, works=[work], keep=(tensor,), group=group)
-
 
 def _wait_for(messages: Sequence[Any]) -> None:
     for message in messages:
         message.wait()
 
 
-class _Received:
-    """The one buffer that reductions over gloo arrive in, of each dtype."""
+class Relay:
+    """Takes transfers of one kind through hops: see [Note: two hops and one order].
 
-    def __init__(self) -> None:
-        self.memory: dict[torch.dtype, Tensor] = {}
-        self.until: Pending | None = None  # the reduction that has it
-        self._late = False
+    Args:
+        name: of all transfers of the kind, alike on all ranks.
+        groups: which carry the hops. A transfer of one hop waits for the ranks of its group, any other one for all.
+        stop: ends waits of hops that no group carries.
+    """
 
-    def room_for(self, bucket: Tensor, patience: float) -> tuple[Tensor, bool]:
-        """The buffer, once the reduction before has left it, and True; fresh memory if that takes too long."""
-        if self.until is not None:
-            # Nobody waits a second time for one that is late.
-            self._late = not self.until.ready_within(0.0 if self._late else patience)
-            if self._late:
-                return torch.empty_like(bucket), False
-            self.until.wait()
-        received = self.memory.get(bucket.dtype)
-        if received is None or received.numel() < bucket.numel():
-            with torch.inference_mode(False):
-                received = self.memory[bucket.dtype] = torch.empty_like(bucket)
-        return received.narrow(0, 0, bucket.numel()), True
+    def __init__(self, name: str, groups: Sequence[dist.ProcessGroup | None], stop: Callable[[], object]) -> None:
+        self._name, self._stop = name, stop
+        alone = groups[0] if len(groups) == 1 else None
+        self._members = tuple(range(dist.get_world_size()) if alone is None else dist.get_process_group_ranks(alone))
+        connections[name] = [place for group in groups if group is not None for place in connections[group.group_name]]
+        passed_on[name] = 0
+        self._failure: BaseException | None = None
+        self._hops: list[tuple[SimpleQueue[Any], threading.Thread]] = []
+        for hop in range(1, len(groups) + 1):
+            jobs: SimpleQueue[Any] = SimpleQueue()
+            label = f"lightning_zero: {name}, hop {hop}"
+            self._hops.append((jobs, threading.Thread(target=_do, args=(jobs,), name=label, daemon=True)))
+            self._hops[-1][1].start()
+
+    def carry(self, what: str, hops: Sequence[Callable[[], object]], keep: Sequence[Tensor]) -> Passage:
+        """Run one after the other, each in the thread of its hop, which keeps no reference to it when it has ended:
+        who waits may count who else has the memory."""
+        passed_on[self._name] += 1
+        passage = Passage(what, keep, self._name, passed_on[self._name], self._members)
+        self._hops[0][0].put(partial(self._take, passage, list(hops), 0))
+        return passage
+
+    def end(self) -> None:
+        """End the threads, when transfers under way have ended, or have had some seconds for it."""
+        for jobs, thread in self._hops:
+            jobs.put(None)
+            thread.join(_GRACE_SECONDS)
+            if thread.is_alive():
+                connections.shut(self._name)
+                self._stop()
+                thread.join(_CUT_OFF_SECONDS)
+        connections.pop(self._name, None)
+        passed_on.pop(self._name, None)
+
+    def _take(self, passage: Passage, left: list[Callable[[], object]], hop: int) -> None:
+        try:
+            if self._failure is not None:
+                raise self._failure
+            with untracked():
+                left[0]()
+            del left[0]
+        except BaseException as error:
+            self._failure = error.with_traceback(None)
+            passage.end(self._failure)
+        else:
+            if left:
+                self._hops[hop + 1][0].put(partial(self._take, passage, left, hop + 1))
+            else:
+                passage.end()
+
+
+def _do(jobs: SimpleQueue[Any]) -> None:
+    """What a hop's thread does: one job after the other, until ``None``."""
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # and the tensors with it
+
+
+class Passage(Pending):
+    """A transfer that threads carry."""
+
+    def __init__(self, what: str, keep: Sequence[Tensor], kind: str, number: int, members: tuple[int, ...]) -> None:
+        super().__init__(what, dist.get_rank(), keep=keep)
+        self.kind = kind
+        self._note = kind, number, members
+        self._under_way = threading.Lock()  # and no event: the watch knows a wait by the innermost call, which is here
+        self._under_way.acquire()
+        self._failure: BaseException | None = None
+
+    def end(self, failure: BaseException | None = None) -> None:
+        """It has ended, or has failed. Once."""
+        self._failure = failure
+        self._under_way.release()
+
+    def ready_within(self, seconds: float) -> bool:
+        came = self._under_way.acquire(timeout=seconds)
+        if came:
+            self._under_way.release()
+        return came
+
+    def _arrive(self) -> None:
+        with naming_failures(self.what, self._rank, *self._note):
+            while not self._under_way.acquire(timeout=LOOK_SECONDS):
+                if reason := verdict():
+                    raise RuntimeError(reason)
+            self._under_way.release()
+            if self._failure is not None:
+                raise self._failure
 
 
 def divide(total: Tensor, divisor: int) -> None:
@@ -289,47 +371,36 @@ def divide(total: Tensor, divisor: int) -> None:
         total.mul_(1 / divisor)  # exact for a power of two, hence the same bits, and faster
 
 
-class PairwiseSum:
-    """Averages one tensor per rank: neighbours first, then pairs of neighbours, and so on, each rounded to the dtype.
+def average(result: Tensor, pieces: Sequence[Tensor], divisor: int, spare: bool = False) -> None:
+    """Write the average of one 1-D tensor per rank, in rank order: neighbours first, then pairs of neighbours, and so
+    on, each rounded to the dtype. At least two; a divisor of 1 where they were divided before.
 
     ``(0 + 1) + (2 + 3)``; of other numbers than powers of two the last ones are fewer: ``(0 + 1) + 2``. So hosts with
     a power of two of ranks in a row may sum theirs first, and no bit changes.
+
+    ``result`` may be the memory of one of them. ``spare``: all of them may be written over. Else three or more take
+    memory: a chunk for each time that they can be halved.
     """
+    if len(pieces) == 2:
+        torch.add(*pieces, out=result)
+        divide(result, divisor)
+        return
+    scratch: list[Tensor] = []
 
-    def __init__(self) -> None:
-        self._scratch: dict[tuple[torch.dtype, int], Tensor] = {}
-
-    @property
-    def buffers(self) -> Sequence[Tensor]:
-        """Memory that is kept: of each dtype the largest chunk for each time that ranks can be halved, none for two."""
-        return tuple(self._scratch.values())
-
-    def into(self, result: Tensor, pieces: Sequence[Tensor], divisor: int, spare: bool = False) -> None:
-        """Write the average of at least two 1-D tensors, in rank order; a divisor of 1 where they were divided before.
-
-        ``result`` may be the memory of one of them. ``spare``: all of them may be written over, and no memory is kept.
-        """
-        if len(pieces) == 2:
-            torch.add(*pieces, out=result)
-            divide(result, divisor)
-            return
-        size = max(1, result.numel() if spare else _CHUNK_NBYTES // result.itemsize)
-        for total, *parts in zip(result.split(size), *(piece.split(size) for piece in pieces), strict=True):
-            self._add(parts, spare, 0, total)
-            divide(total, divisor)
-
-    def _add(self, parts: Sequence[Tensor], spare: bool, level: int, out: Tensor | None = None) -> Tensor:
+    def add(parts: Sequence[Tensor], level: int, out: Tensor | None = None) -> Tensor:
         """The sum of some. Until the last addition nothing is written to ``out``, which may be one of them."""
         half = 1 << (len(parts) - 1).bit_length() - 1
-        left = parts[0] if half == 1 else self._add(parts[:half], spare, level)
-        right = parts[-1] if half == len(parts) - 1 else self._add(parts[half:], spare, level + 1)
-        if out is None:
-            out = left if spare else self._chunk(left.dtype, level, left.numel())
+        left = parts[0] if half == 1 else add(parts[:half], level)
+        right = parts[-1] if half == len(parts) - 1 else add(parts[half:], level + 1)
+        if out is None and spare:
+            out = left
+        elif out is None:
+            if level == len(scratch):
+                scratch.append(torch.empty_like(left))
+            out = scratch[level][: left.numel()]
         return torch.add(left, right, out=out)
 
-    def _chunk(self, dtype: torch.dtype, level: int, numel: int) -> Tensor:
-        scratch = self._scratch.get((dtype, level))
-        if scratch is None or scratch.numel() < numel:
-            with torch.inference_mode(False):
-                scratch = self._scratch[dtype, level] = torch.empty(numel, dtype=dtype)
-        return scratch.narrow(0, 0, numel)
+    size = max(1, result.numel() if spare else _CHUNK_NBYTES // result.itemsize)
+    for total, *parts in zip(result.split(size), *(piece.split(size) for piece in pieces), strict=True):
+        add(parts, 0, total)
+        divide(total, divisor)

@@ -331,7 +331,7 @@ class GradientBucket:
             target = self.shard.memory(whole=True) if now.direct else self._collectives.own_range(full)
             what = f"gradients of '{self.unit.plan.name or '(root)'}'"
             now.pending = self._collectives.reduce_scatter(full, target, what, patience, self.index)
-            self.grouped = self._collectives.grouped
+            self.grouped = self._collectives.across is not None
             if self.grouped and last:
                 self.average_across()
         now.launched, now.dirty, now.plain = True, False, False

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_zero._torch import untracked
 from lightning_zero.comm.collectives import Collectives, Content, Pending
-from lightning_zero.comm.groups import Groups, Resource
+from lightning_zero.comm.groups import Groups
 from lightning_zero.comm.native import NativeCollectives, divide
 from lightning_zero.comm.streams import Event
 from lightning_zero.config import Placement
@@ -34,7 +34,7 @@ from lightning_zero.config import Placement
 __all__ = ["HierarchicalCollectives", "Hops", "split"]
 
 
-class Hops(Resource):
+class Hops:
     """The process groups of two hops. Collective: every rank.
 
     Args:

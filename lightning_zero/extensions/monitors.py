@@ -509,7 +509,6 @@ def memory_stats(
     device["gradient_slots"] = claim(buffer.memory for buffer in engine.means.pool if buffer.unit is None)
     device["transport"] = claim(engine.collectives.buffers)
     host["buffers"] = engine.tiers.host_buffer_nbytes
-    device["slots"] += engine.tiers.device_buffer_nbytes
     return MemoryStats(
         device=device,
         host=host if offload is not None else {},

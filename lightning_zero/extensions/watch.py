@@ -40,7 +40,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,23 +156,6 @@ class Watch:
                 ended |= {rank: s["text"] for rank, s in enumerate(self._states()) if s["state"] == "over"}
             time.sleep(0.0 if ended else 0.05)
         return "".join(f"Rank {rank} {text}.\n" for rank, text in sorted(ended.items())[:4])
-
-    def meet(self) -> Callable[[Collection[int]], bool]:
-        """Say where this rank is before it waits for others without a collective. Local.
-
-        Returns what tells, given the ranks that have come, whether none of the others can: they have ended, or wait in
-        collectives for those that have come. To be asked now and then; it takes seconds to be sure.
-        """
-        looks = _Looks()
-        self._tell_quietly()
-
-        def none_comes(here: Collection[int]) -> bool:
-            states = self._states()
-            for rank in here if states else ():
-                states[rank]["state"] = "over"  # it comes to no collective before the others have come here
-            return looks.stuck(states)
-
-        return none_comes
 
     def end(self) -> None:
         """End the thread, while the interpreter still runs. May be called again.
@@ -448,13 +431,10 @@ _OURS = str(Path(__file__).resolve().parents[1]) + os.sep
 _COLLECTIVES = dist.distributed_c10d.__file__
 _WAITING = {
     _COLLECTIVES,
-    *(str(Path(_OURS, "comm", name)) for name in ("control.py", "collectives.py", "relay.py")),
+    *(str(Path(_OURS, "comm", name)) for name in ("control.py", "native.py")),
     str(Path(_OURS, "extensions", "shared_memory", "links.py")),
 }
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 # What the system tells of processes and of the store's connections.

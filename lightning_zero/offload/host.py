@@ -12,7 +12,7 @@ import mmap
 import sys
 import weakref
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,12 +80,6 @@ def pieces(numel: int, dtype: torch.dtype, nbytes: int = PIECE_NBYTES) -> Iterat
         yield start, piece[: numel - start]
 
 
-class _Block(NamedTuple):
-    memory: Tensor  # 1-D, bytes
-    owner: Any  # lives exactly as long as the memory, views of it included
-    unlock: weakref.finalize[Any, Any] | None
-
-
 def padded_nbytes(nbytes: int) -> int:
     """``nbytes`` rounded up to whole pages."""
     return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
@@ -117,65 +111,49 @@ def host_memory(nbytes: int, locked: bool, *, inherited: bool = True) -> Tensor:
     what is freed. ``locked`` are page-locked, if there is a CUDA device and the system lets us. Forked processes find
     zeros in what is not ``inherited``, where the system can do that. A ``MemoryError`` if the system has not that much.
     """
-    with untracked():
-        return _allocate(nbytes, locked, inherited).memory
+    memory, owner = _allocate(nbytes, inherited)
+    if locked and owner is not None:
+        _lock(owner)
+    return memory
 
 
 class HostMemory:
     """The host memory of one engine, of which at most ``pin_nbytes`` (``None``: all) are page-locked, for CUDA only."""
 
     def __init__(self, device: torch.device, pin_nbytes: int | None) -> None:
-        self._lockable = runs_beside(device)
         self._device = device
         self._pin_nbytes = pin_nbytes
-        self._locked: list[tuple[weakref.ref[Any], weakref.finalize[Any, Any]]] = []
-        self._unlocked: list[weakref.ref[Any]] = []  # to be locked again
+        self._unlock: list[weakref.finalize[Any, Any]] = []
         self.nbytes = 0
         self.locked_nbytes = 0
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zero-filled, page-aligned, 1-D. Counted until ``release``, whoever still uses it."""
-        nbytes = numel * dtype.itemsize
-        padded = padded_nbytes(nbytes)
-        locked = self._lockable and (self._pin_nbytes is None or self.locked_nbytes + padded <= self._pin_nbytes)
-        with untracked():
-            block = _allocate(nbytes, locked, inherited=True)
-            memory = block.memory.view(dtype)
-        self.nbytes += padded
-        if block.unlock is not None:
-            self._locked.append((weakref.ref(block.owner), block.unlock))
+        memory, owner = _allocate(numel * dtype.itemsize, inherited=True)
+        padded = padded_nbytes(memory.nbytes)
+        within = self._pin_nbytes is None or self.locked_nbytes + padded <= self._pin_nbytes
+        lockable = within and owner is not None and runs_beside(self._device)
+        if lockable and (unlock := _lock(owner)) is not None:
+            self._unlock.append(unlock)
             self.locked_nbytes += padded
-        return memory
-
-    def unlock(self) -> None:
-        """Let the system move what is locked, until ``lock``. It stays valid, as ordinary memory."""
-        if self._locked:
-            torch.cuda.synchronize(self._device)  # copies from and to it may be on their way
-        for owner, unlock in self._locked:
-            unlock()
-            self._unlocked.append(owner)
-        self._locked.clear()
-        self.locked_nbytes = 0
-
-    def lock(self) -> None:
-        """Lock again what ``unlock`` has unlocked and is still in use."""
-        for weak in self._unlocked:
-            owner = weak()
-            if owner is not None and (unlock := _lock(owner)) is not None:
-                self._locked.append((weak, unlock))
-                self.locked_nbytes += padded_nbytes(len(owner))
-        self._unlocked.clear()
+        self.nbytes += padded
+        with untracked():
+            return memory.view(dtype)
 
     def release(self) -> None:
         """Unlock and forget everything. Tensors that are still in use stay valid, as ordinary memory."""
-        self.unlock()
-        self._unlocked.clear()
-        self.nbytes = 0
+        if self._unlock:
+            torch.cuda.synchronize(self._device)  # copies from and to it may be on their way
+        for unlock in self._unlock:
+            unlock()
+        self._unlock.clear()
+        self.nbytes = self.locked_nbytes = 0
 
 
-def _allocate(nbytes: int, locked: bool, inherited: bool) -> _Block:
+def _allocate(nbytes: int, inherited: bool) -> tuple[Tensor, Any]:
+    """Bytes, and what lives exactly as long as they do, views of them included; ``None`` of none."""
     if not nbytes:
-        return _Block(torch.empty(0, dtype=torch.uint8), None, None)
+        return torch.empty(0, dtype=torch.uint8), None
     try:
         mapped = mmap.mmap(-1, padded_nbytes(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -188,8 +166,8 @@ def _allocate(nbytes: int, locked: bool, inherited: bool) -> _Block:
     # The tensor holds this array and the array the mapping, and its weak references are called before it lets go: what
     # was registered is unregistered while it is still mapped.
     owner = (ctypes.c_ubyte * nbytes).from_buffer(mapped)
-    memory = torch.frombuffer(owner, dtype=torch.uint8)
-    return _Block(memory, owner, _lock(owner) if locked else None)
+    with untracked():
+        return torch.frombuffer(owner, dtype=torch.uint8), owner
 
 
 def _lock(owner: Any) -> weakref.finalize[Any, Any] | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -25,9 +25,9 @@ from lightning_zero._torch import untracked
 from lightning_zero.comm import Pending
 from lightning_zero.comm.streams import Event, Streams
 from lightning_zero.config import Tier
-from lightning_zero.offload.host import HostMemory, is_on_host, padded_nbytes
+from lightning_zero.offload.host import HostMemory, is_on_host
 
-__all__ = ["Copy", "FetchBuffer", "Fetcher", "MemoryTiers", "Transfer", "Transfers"]
+__all__ = ["Copy", "Fetcher", "MemoryTiers", "Transfer", "Transfers"]
 
 
 class Copy(NamedTuple):
@@ -221,130 +221,50 @@ def _run(copies: list[Copy]) -> Event:
     return None
 
 
-@dataclass(eq=False)
-class FetchBuffer:
-    """Memory for one unit's shards on their way."""
-
-    memory: Tensor
-    places: dict[int, Tensor] = field(default_factory=dict)  # of shards not asked for yet, by identity of their source
-    job: Future[None] | None = None  # fills it, where a thread has to
-    event: Event = None  # behind the copies into it; then behind the last use of it
-
-
 class Fetcher:
-    """Copies shards from host memory to the device, where units are gathered from them, ahead of their use.
+    """Copies offloaded shards to the device, where units are gathered from them.
 
-    The engine says which unit comes next (``ahead``) and takes the shards when it gathers (``fetch``). Where the device
-    is the CPU, host memory is close enough. An extension fetches from another tier by overriding the last four methods.
+    Host memory is close enough to be copied then. A tier beyond it is an extension's, which overrides these methods to
+    read ahead.
     """
 
-    def __init__(self, device: torch.device, streams: Streams) -> None:
-        self._device = device
+    def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._count, self._nbytes = 0, 0
+        self._latest: Event = None  # behind the last copy
+        self.reserved_nbytes = 0  # of host memory, by all buffers together, in a run that fetches ahead
         self.active = True  # not between runs, where fetching ahead would leave a thread and buffers behind
-        self._direct: Event = None  # behind the last copy straight out of host memory
-        self._buffers: list[FetchBuffer] = []
-
-    @property
-    def reserved_nbytes(self) -> int:
-        """Memory that all buffers take together, in a run that fetches ahead."""
-        return self._count * padded_nbytes(self._nbytes)
 
     def reserve(self, units: int, nbytes: int) -> None:
         """Say how many units may be fetched ahead. Memory for them is taken with the first use.
 
         ``nbytes`` are those of the largest unit's offloaded shards, each rounded up to whole pages.
         """
-        self.close()
-        self._count, self._nbytes = units, nbytes
 
     def ahead(self, sources: Sequence[Tensor]) -> None:
-        """Begin to fetch a unit's shards. They must not change before ``fetch`` or ``forget``."""
-        wanted = [source for source in sources if self.active and self._is_far(source)]
-        if not wanted or any(id(source) in buffer.places for source in wanted for buffer in self._buffers):
-            return
-        buffer = self._free_buffer(wanted)
-        if buffer is None:
-            return
-        start = 0
-        for source in wanted:
-            nbytes = source.numel() * source.dtype.itemsize
-            buffer.places[id(source)] = buffer.memory[start : start + nbytes].view(source.dtype)
-            start += padded_nbytes(nbytes)
-        self._begin(buffer, [(source, buffer.places[id(source)]) for source in wanted])
+        """The engine says which unit comes next: its shards must not change before ``fetch`` or ``forget``."""
 
     def fetch(self, source: Tensor, destination: Tensor) -> None:
         """Fill ``destination``, on the device, on the current stream from ``source``, wherever that is; both 1-D.
 
         Raises ``OffloadError`` if a file could not be read.
         """
-        buffer = next((buffer for buffer in self._buffers if id(source) in buffer.places), None)
         with untracked():
-            if buffer is None:
-                destination.copy_(source, non_blocking=self._streams.beside)
-                self._direct = self._streams.mark()
-                return
-            place = buffer.places.pop(id(source))
-            self._arrived(buffer)
-            destination.copy_(place, non_blocking=self._streams.beside)
-            buffer.event = self._streams.mark()
+            destination.copy_(source, non_blocking=self._streams.beside)
+        self._latest = self._streams.mark()
 
     def settle(self) -> None:
         """Wait on the host until nothing reads offloaded shards any more: they are about to be written."""
-        for event in (self._direct, *(buffer.event for buffer in self._buffers)):
-            if event is not None:
-                event.synchronize()
-        self._direct = None
+        if self._latest is not None:
+            self._latest.synchronize()
+            self._latest = None
 
     def forget(self) -> None:
         """Drop what was fetched ahead: it is void, or nobody will ask for it."""
-        for buffer in self._buffers:
-            if buffer.job is not None:
-                buffer.job.exception()
-            buffer.places.clear()
 
     def close(self) -> None:
         """Forget, and free the buffers. May be called again; a later fetch takes others."""
         self.forget()
         self.settle()
-        self._buffers.clear()
-
-    def _free_buffer(self, wanted: Sequence[Tensor]) -> FetchBuffer | None:
-        """One that nothing is in which somebody may still ask for; ``None`` if there is none, or it is too small."""
-        nbytes = padded_nbytes(self._nbytes)
-        if sum(padded_nbytes(source.numel() * source.dtype.itemsize) for source in wanted) > nbytes:
-            return None
-        buffer = next((buffer for buffer in self._buffers if not buffer.places), None)
-        # The device may still have to take something from one that was used: the next copy into that waits for it.
-        if (buffer is None or self._streams.beside) and len(self._buffers) < self._count:
-            buffer = FetchBuffer(self._room(nbytes))
-        elif buffer is not None:
-            self._buffers.remove(buffer)
-        if buffer is not None:
-            self._buffers.append(buffer)  # by turns: the first one was filled longest ago
-            buffer.job = None
-        return buffer
-
-    def _is_far(self, source: Tensor) -> bool:
-        """Whether a shard is worth fetching ahead."""
-        return self._streams.beside and is_on_host(source)
-
-    def _room(self, nbytes: int) -> Tensor:
-        """Memory for one buffer."""
-        with untracked():
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-
-    def _begin(self, buffer: FetchBuffer, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Start to fill a buffer: each source, and its place in there."""
-        with untracked(), self._streams.transferring(buffer.event):
-            for source, place in copies:
-                place.copy_(source, non_blocking=True)
-            buffer.event = self._streams.mark()
-
-    def _arrived(self, buffer: FetchBuffer) -> None:
-        """Order everything from now on behind what fills a buffer."""
-        self._streams.wait(buffer.event)
 
 
 class MemoryTiers:
@@ -361,17 +281,12 @@ class MemoryTiers:
         self.streams = streams = streams or Streams(device)
         self.memory = HostMemory(device, pin_nbytes)
         self.transfers = Transfers(streams, self.memory)
-        self.fetcher = Fetcher(device, streams)
+        self.fetcher = Fetcher(streams)
 
     @property
     def host_buffer_nbytes(self) -> int:
         """Host memory of buffers beside the shards."""
-        return self.transfers.reserved_nbytes
-
-    @property
-    def device_buffer_nbytes(self) -> int:
-        """Memory on the device, where that is not the host's, of buffers beside the shards."""
-        return self.fetcher.reserved_nbytes if self.streams.beside else 0
+        return self.transfers.reserved_nbytes + self.fetcher.reserved_nbytes
 
     @property
     def disk_nbytes(self) -> int:
@@ -399,15 +314,13 @@ class MemoryTiers:
         self.fetcher.forget()
 
     def rest(self) -> None:
-        """End threads, give up buffers and page-locking between runs; the shards stay. A later use takes them again."""
+        """End threads and give up their buffers between runs; the shards stay. A later use takes them again."""
         self.transfers.close()
         self.fetcher.close()
         self.fetcher.active = False
-        self.memory.unlock()
 
     def wake(self) -> None:
-        """Page-lock again what ``rest`` has unlocked, and fetch ahead: a run begins."""
-        self.memory.lock()
+        """Fetch ahead again: a run begins."""
         self.fetcher.active = True
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_zero._torch import without_hooks
-from lightning_zero.config import HostOffload, NvmeOffload, Tier
+from lightning_zero.config import NvmeOffload, Tier
 from lightning_zero.plan.buckets import ROUND_NBYTES, deal_out, make_pieces
 from lightning_zero.plan.layout import PAGE_NBYTES, FlatLayout, ParameterSpec, align_up
 from lightning_zero.plan.plan import FETCH_UNITS, KEPT_NBYTES, STAGING_BUFFERS, Plan, UnitPlan
@@ -331,7 +331,7 @@ class Memory(_Categories):
     masters: int = 0  #: Master shards; 0 where they are views of replicated parameters.
     gradients: int = 0  #: Accumulated, full or sharded. Shards are gone after ``zero_grad`` (not in a world of one).
     optimizer: int = 0  #: State of the rank's own elements.
-    slots: int = 0  #: For unsharded parameters, and on an accelerator for shards that are fetched ahead.
+    slots: int = 0  #: For unsharded parameters.
     gradient_slots: int = 0  #: For gradients on their way to the reduce-scatter.
     transport: int = 0  #: Receive buffers of the reduce-scatter, and what error feedback keeps.
     raw_gradients: int = 0  #: Gradients in memory of autograd's own, before they are copied; 0 at rest.
@@ -418,7 +418,6 @@ def expected_memory(
     else:
         mastered, keeping = [*layouts], placement.keeping or 0
     kept = sum(la.numel // keeping * la.compute_dtype.itemsize for la in layouts) if keeping else 0
-    fetched = FETCH_UNITS * plan.fetch_nbytes if accelerator and isinstance(plan.offload, HostOffload) else 0
     # The owner of a whole parameter keeps a copy of it, with its state.
     whole = sum(nbytes for owner, nbytes in owners_of(plan, stepped) if owner == rank) if optimizer.whole else 0
     lasting = range(len(plan.slots)) if accelerator else _gathers(plan, 1)[1]
@@ -432,7 +431,7 @@ def expected_memory(
         masters=_shards(plan, mastered, "master", Tier.DEVICE),
         gradients=sum(_gradient_nbytes(plan, layout) for layout in trained),
         optimizer=(1 + optimizer.state) * whole if optimizer.whole else optimizer.state * _owned_nbytes(stepped, rank),
-        slots=sum(n for slot, n in enumerate(plan.slots) if slot in lasting or n < KEPT_NBYTES) + fetched,
+        slots=sum(n for slot, n in enumerate(plan.slots) if slot in lasting or n < KEPT_NBYTES),
         gradient_slots=sum(collected if accelerator else small),
         transport=_transport_nbytes(plan, trained, receive_buffer),
     )
@@ -443,8 +442,7 @@ def expected_memory(
     narrow = [la for la in trained if la.reduce_dtype != la.dtype and plan.group_size < plan.world_size]
     leaving = _shards(plan, narrow, "gradients", Tier.HOST) * accelerator
     last = replace(rest, gradient_slots=sum(collected) + leaving)  # parameters have gone
-    slots = sum(plan.slots) + fetched
-    backward = replace(last, gradients=rest.gradients - missing, raw_gradients=raw, slots=slots)
+    backward = replace(last, gradients=rest.gradients - missing, raw_gradients=raw, slots=sum(plan.slots))
     if optimizer.whole:  # whole gradients at their owner, and beside them what travels or what the optimizer makes
         sizes = [spec.numel * layout.dtype.itemsize for layout in stepped for spec in layout.parameters]
         step = whole + max(2 * min(whole, ROUND_NBYTES), optimizer.loop * max(sizes, default=0))

@@ -66,7 +66,7 @@ MIXED_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """What modules compute in, with masters in ``float32``."""
 
 FETCH_UNITS = 2
-"""Units whose shards may be on their way from host memory or files, or have arrived, ahead of their gather."""
+"""Units whose shards may be on their way from files, or have arrived, ahead of their gather."""
 
 STAGING_BUFFERS = 2
 """Host buffers for each direction, where the host computes for what travels to or from an accelerator: gradients that

@@ -16,7 +16,7 @@ from lightning_zero.comm import Collectives, GlooCollectives, Groups, LocalColle
 from lightning_zero.comm.collectives import Pending
 from lightning_zero.comm.control import passed_on
 from lightning_zero.comm.groups import RANKS_PER_HOST
-from lightning_zero.comm.relay import Passage
+from lightning_zero.comm.native import Passage
 from lightning_zero.errors import CommunicationError, DivergenceError
 from lightning_zero.extensions.hops import HierarchicalCollectives
 from lightning_zero.extensions.shared_memory.collectives import SharedMemoryCollectives

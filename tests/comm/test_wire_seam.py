@@ -45,7 +45,8 @@ class Rounding(WrappedCollectives):
         rounded = torch.empty_like(buffer, dtype=torch.bfloat16)
         self.own_range(rounded).copy_(self.own_range(buffer) if source is None else source)
         sent = self.inner.all_gather(rounded, what, after)
-        return Pending(what, self.rank, works=[sent], finish=lambda: buffer.copy_(rounded))
+        sent.then(lambda: buffer.copy_(rounded))
+        return sent
 
 
 def train(wrap: Callable[[Collectives], Collectives]) -> tuple[ZeroSession, list[float], list[Any]]:

@@ -120,7 +120,8 @@ class Staged(WrappedCollectives):
         return self._returning(self.inner.broadcast(host, source, what), tensor, host)
 
     def _returning(self, sent: Pending, target: Tensor, host: Tensor) -> Pending:
-        return Pending(sent.what, self.rank, works=[sent], finish=lambda: target.copy_(host))
+        sent.then(lambda: target.copy_(host))
+        return sent
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -42,8 +42,8 @@ class WrappedCollectives(Collectives):
         return self.inner.placed(placement)
 
     @property
-    def grouped(self) -> bool:
-        return self.inner.grouped
+    def across(self) -> Any:
+        return self.inner.across
 
     @property
     def receives(self) -> bool:

@@ -45,17 +45,17 @@ def test_a_view_keeps_the_memory_and_nothing_else_does() -> None:
 
 def test_what_unlocks_runs_while_the_memory_is_still_mapped() -> None:
     """``cudaHostUnregister`` of an address that is no longer mapped is an error, or another mapping's."""
-    block = memory._allocate(1 << 16, False, True)
-    block.memory.fill_(5)
-    address, seen = block.memory.data_ptr(), []
+    taken, owner = memory._allocate(1 << 16, True)
+    taken.fill_(5)
+    address, seen = taken.data_ptr(), []
 
     def look() -> None:
         with open("/proc/self/maps") as maps:
             ranges = [line.split()[0].split("-") for line in maps]
         seen.append(any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges))
 
-    weakref.finalize(block.owner, look)
-    del block
+    weakref.finalize(owner, look)
+    del taken, owner
     gc.collect()
     assert seen == [True]
 

@@ -6,7 +6,6 @@ There is no GPU where these tests run. Nothing is copied asynchronously here; wh
 from __future__ import annotations
 
 import threading
-import types
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from lightning_zero.offload.host import HostMemory
 from lightning_zero.offload.transfers import Copy, Fetcher, Transfers
 
 CPU = torch.device("cpu")
-CUDA: Any = types.SimpleNamespace(type="cuda")
 
 
 class SimulatedEvent:
@@ -139,37 +137,12 @@ def test_masters_are_not_stepped_on_while_they_are_read(streams: Any, transfers:
 
 
 def test_host_memory_that_is_fetched_is_not_written_meanwhile(streams: Any) -> None:
-    fetcher = Fetcher(CUDA, streams)
+    fetcher = Fetcher(streams)
     source = torch.ones(16)
     fetcher.fetch(source, torch.zeros(16))
-    event: Any = fetcher._direct
+    event: Any = fetcher._latest
     fetcher.settle()
     assert event.waited_for
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_buffer_is_fetched_into_only_behind_its_last_use(
-    count: int, streams: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And of two buffers into the one whose last use is longer ago."""
-    fetcher = Fetcher(CUDA, streams)
-    fetcher.reserve(count, 4096)
-    monkeypatch.setattr(fetcher, "_device", CPU)  # where the buffers come from
-    monkeypatch.setattr(fetcher, "_is_far", lambda source: True)
-    sources = [torch.full((16,), float(unit)) for unit in range(5)]
-    for unit, source in enumerate(sources):
-        fetcher.ahead([source])
-        assert len(fetcher._buffers) == min(unit + 1, count)
-        (buffer,) = (buffer for buffer in fetcher._buffers if buffer.places)
-        used = [f"use of {earlier}" for earlier in range(unit)]
-        assert streams.behind["transfer"] == set(used[: len(used) + 1 - count])
-        with streams.gathering(SimulatedEvent(set())):
-            destination = torch.zeros(16)
-            fetcher.fetch(source, destination)
-            streams.behind["gather"] = {f"use of {unit}"}  # of no other: units may be used in another order
-            buffer.event = streams.mark()
-        assert destination.tolist() == [float(unit)] * 16
-    fetcher.close()
 
 
 def test_results_of_all_jobs_are_looked_at() -> None:

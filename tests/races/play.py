@@ -157,3 +157,4 @@ def _train(setting: Setting, folder: str) -> None:
         plugins=[ZeroPrecision(setting.precision)],
     )
     trainer.fit(Net(setting), batches, more)
+    strategy.engine.tiers.close()

@@ -369,10 +369,10 @@ def simulated_device(quick: bool = False, traced: bool = True) -> Iterator[Recor
     numbers: dict[int, int] = {}  # of host memory, by address
 
     def allocated(*args: Any, **named: Any) -> Any:
-        block = allocate(*args, **named)
-        if (number := recorder.take(block.memory)) is not None:
-            numbers[block.memory.data_ptr()] = number
-        return block
+        memory, owner = allocate(*args, **named)
+        if (number := recorder.take(memory)) is not None:
+            numbers[memory.data_ptr()] = number
+        return memory, owner
 
     def lock(owner: Any) -> weakref.finalize[Any, Any]:
         address, nbytes = ctypes.addressof(owner), len(owner)

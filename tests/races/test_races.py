@@ -115,11 +115,11 @@ SPARE = {
     "result in offload/transfers.py settle: self._jobs.popleft().exception() < offload/transfers.py settle < "
     "engine/engine.py before_optimizer_step": _HANDS_OVER,
     "result in offload/transfers.py settle: self._jobs.popleft().exception() < offload/transfers.py close": _HANDS_OVER,
-    "result in offload/transfers.py forget: buffer.job.exception()": "what is read is in a file, not in memory",
+    "result in extensions/nvme/store.py forget: buffer.job.exception()": "what is read is in a file, not in memory",
+    "synchronize in offload/host.py release: torch.cuda.synchronize(self._device)  # copies from and to it may be on "
+    "their way": "who calls it has waited for every copy itself",
     "synchronize in offload/transfers.py wait: self._event.synchronize() < engine/reducer.py settle < "
     "engine/reducer.py close": "of what the backward did not use; the stepper waits for all transfers again",
-    "synchronize in offload/host.py unlock: torch.cuda.synchronize(self._device)  # copies from and to it may be on "
-    "their way": "who calls it in a run has waited for every copy itself",
     _ARRIVES + "extensions/hops.py within": _HOPS,
     _ARRIVES + "extensions/hops.py between": _HOPS,
     _ARRIVES + "comm/native.py followed": _HOPS,

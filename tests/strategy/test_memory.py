@@ -190,7 +190,6 @@ def small_things(trainer: pl.Trainer, probe: Probe) -> dict[str, Storages]:
     states = [trainer.strategy.adapter(optimizer).state for optimizer in optimizers]
     state = [value for found in states for values in found.values() for value in values.values()]
     return {
-        "chunk to sum in": {} if keeps_receive_buffer(trainer.strategy) else storages(engine.collectives.buffers),
         "step counters": storages(value for value in state if not value.dim()),
         "placeholders": storages(binding.placeholder for binding in engine.access.bindings.values()),
         "buffers": storages(probe.buffers()),

@@ -32,7 +32,7 @@ from lightning_zero.checkpoint.format.stored import read_slices
 from lightning_zero.comm.collectives import Content, Pending
 from lightning_zero.comm.control import ControlGroup
 from lightning_zero.comm.groups import Groups
-from lightning_zero.comm.native import GlooCollectives, NativeCollectives, PairwiseSum, divide
+from lightning_zero.comm.native import GlooCollectives, NativeCollectives, average, divide
 from lightning_zero.comm.streams import Event, Streams
 from lightning_zero.config import Placement
 from lightning_zero.config import RoundedFormat as Format
@@ -98,7 +98,6 @@ class CompressedCollectives(NativeCollectives):
 
     def __init__(self, groups: Groups, streams: Streams, rounded: Rounded) -> None:
         super().__init__(groups, streams)
-        self._sum = PairwiseSum()
         self._rounded = rounded
         self.state: Residuals = Residuals(groups.control, self.device, bool(rounded.fed))
         self.alters = "rounded weights (compression)" if rounded.gathers is not None else ""
@@ -150,7 +149,7 @@ class CompressedCollectives(NativeCollectives):
 
             def add_up() -> None:
                 decompress(kind, others, rows)
-                self._sum.into(shard, rows.unbind(0), divisor, spare=True)
+                average(shard, rows.unbind(0), divisor, spare=True)
 
             sent = self._all_to_all(others.view(-1), codes.view(-1), [], [], what)
             return self.followed(sent, add_up, (bucket, shard))

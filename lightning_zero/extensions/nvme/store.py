@@ -28,8 +28,9 @@ import time
 import warnings
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import untracked
-from lightning_zero.comm.streams import Streams, runs_beside
+from lightning_zero.comm.streams import Event, Streams, runs_beside
 from lightning_zero.config import Tier
 from lightning_zero.errors import OffloadError
 from lightning_zero.extensions.nvme.files import (
@@ -51,7 +52,7 @@ from lightning_zero.extensions.nvme.files import (
 )
 from lightning_zero.extensions.nvme.pipeline import BufferPool, Pipeline, Workers
 from lightning_zero.offload.host import PAGE_NBYTES, HostMemory, host_memory, padded_nbytes
-from lightning_zero.offload.transfers import FetchBuffer, Fetcher, MemoryTiers
+from lightning_zero.offload.transfers import Fetcher, MemoryTiers
 
 __all__ = ["WINDOW_ALIGNMENT", "FileFetcher", "FileTiers", "Leftover", "NvmeStore", "RunFolder", "find_leftovers"]
 
@@ -205,44 +206,78 @@ class NvmeStore:
         self._closing.detach()
 
 
+@dataclass(eq=False)
+class _FetchBuffer:
+    memory: Tensor
+    places: dict[int, Tensor] = field(default_factory=dict)  # of shards not asked for yet, by identity of their source
+    job: Future[None] | None = None  # fills it
+    used: Event = None  # behind the last copy out of it
+
+
 class FileFetcher(Fetcher):
     """Reads shards from files into host buffers, by a thread of its own, ahead of their use."""
 
-    def __init__(self, device: torch.device, streams: Streams, memory: HostMemory) -> None:
-        super().__init__(device, streams)
+    def __init__(self, streams: Streams, memory: HostMemory) -> None:
+        super().__init__(streams)
         self._memory = memory
+        self._nbytes = 0  # of each buffer
+        self._buffers: list[_FetchBuffer] = []
         self._reader: ThreadPoolExecutor | None = None
 
-    def close(self) -> None:
-        """Forget, free the buffers and end the thread. May be called again; a later fetch starts anew."""
-        super().close()
-        if self._reader is not None:
-            self._reader.shutdown(wait=True)
-            self._reader = None
+    def reserve(self, units: int, nbytes: int) -> None:
+        self.close()
+        self._nbytes = padded_nbytes(nbytes)
+        self.reserved_nbytes = units * self._nbytes
 
-    def _is_far(self, source: Tensor) -> bool:
-        return isinstance(source, FileTensor)
-
-    def _room(self, nbytes: int) -> Tensor:
-        return self._memory.allocate(nbytes, torch.uint8)
-
-    def _begin(self, buffer: FetchBuffer, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        used = buffer.event
+    def ahead(self, sources: Sequence[Tensor]) -> None:
+        wanted = [source for source in sources if self.active and isinstance(source, FileTensor)]
+        sizes = [padded_nbytes(source.numel() * source.dtype.itemsize) for source in wanted]
+        if not 0 < sum(sizes) <= self._nbytes:
+            return
+        if any(id(source) in buffer.places for source in wanted for buffer in self._buffers):
+            return
+        buffer = next((buffer for buffer in self._buffers if not buffer.places), None)
+        if buffer is None and len(self._buffers) * self._nbytes < self.reserved_nbytes:
+            buffer = _FetchBuffer(self._memory.allocate(self._nbytes, torch.uint8))
+            self._buffers.append(buffer)
+        if buffer is None:
+            return
+        for source, size, end in zip(wanted, sizes, accumulate(sizes), strict=True):
+            buffer.places[id(source)] = buffer.memory[end - size : end].view(source.dtype)[: source.numel()]
+        used, copies = buffer.used, [*zip(buffer.places.values(), wanted, strict=True)]
 
         def read() -> None:
             if used is not None:
                 used.synchronize()
             with untracked():
-                for source, place in copies:
+                for place, source in copies:
                     fill_from(place, source)
 
-        if self._reader is None:
-            self._reader = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero-fetch")
+        self._reader = self._reader or ThreadPoolExecutor(1, thread_name_prefix="lightning_zero-fetch")
         buffer.job = self._reader.submit(read)
 
-    def _arrived(self, buffer: FetchBuffer) -> None:
-        if buffer.job is not None:
-            buffer.job.result()
+    def fetch(self, source: Tensor, destination: Tensor) -> None:
+        buffer = next((buffer for buffer in self._buffers if id(source) in buffer.places), None)
+        if buffer is None or buffer.job is None:
+            super().fetch(source, destination)
+            return
+        place = buffer.places.pop(id(source))
+        buffer.job.result()
+        super().fetch(place, destination)
+        buffer.used = self._latest
+
+    def forget(self) -> None:
+        for buffer in self._buffers:
+            if buffer.job is not None:
+                buffer.job.exception()
+            buffer.places.clear()
+
+    def close(self) -> None:
+        super().close()
+        self._buffers.clear()
+        if self._reader is not None:
+            self._reader.shutdown(wait=True)
+            self._reader = None
 
 
 class FileTiers(MemoryTiers):
@@ -253,15 +288,11 @@ class FileTiers(MemoryTiers):
     def __init__(self, store: NvmeStore, device: torch.device, streams: Streams | None = None) -> None:
         super().__init__(device, streams)
         self.store = store
-        self.fetcher = FileFetcher(device, self.streams, self.memory)
+        self.fetcher = FileFetcher(self.streams, self.memory)
 
     @property
     def host_buffer_nbytes(self) -> int:
-        return super().host_buffer_nbytes + self.store.host_nbytes + self.fetcher.reserved_nbytes
-
-    @property
-    def device_buffer_nbytes(self) -> int:
-        return 0
+        return super().host_buffer_nbytes + self.store.host_nbytes
 
     @property
     def disk_nbytes(self) -> int:

@@ -9,7 +9,7 @@ from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 from lightning_zero.comm.collectives import Collectives
-from lightning_zero.comm.groups import Groups, Resource
+from lightning_zero.comm.groups import Groups
 from lightning_zero.extensions.shared_memory.collectives import HostCollectives, SharedMemoryCollectives
 from lightning_zero.extensions.shared_memory.links import connect
 from lightning_zero.extensions.shared_memory.transport import Transport
@@ -22,7 +22,7 @@ _LOGGED: WeakKeyDictionary[Groups, str] = WeakKeyDictionary()  # so that each wa
 _log = logging.getLogger("lightning_zero.comm.choice")
 
 
-class SharedMemory(Resource):
+class SharedMemory:
     """The connections of this rank to the memory of its host's other ranks. Collective: every rank, of all hosts.
 
     Args:

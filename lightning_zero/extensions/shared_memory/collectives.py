@@ -23,7 +23,7 @@ from lightning_zero._torch import untracked
 from lightning_zero.comm.collectives import Collectives, Content, Pending
 from lightning_zero.comm.control import naming_failures
 from lightning_zero.comm.groups import Groups
-from lightning_zero.comm.native import PairwiseSum
+from lightning_zero.comm.native import average
 from lightning_zero.comm.streams import Event
 from lightning_zero.extensions.shared_memory.transport import Channel, Reading, Transfer, Transport
 
@@ -44,11 +44,6 @@ class SharedMemoryCollectives(Collectives):
         self._peers = {peer: places[peer] for peer in transport.peers}  # with their places in the shard group
         self._allocated: dict[tuple[int, int], int] = {}  # numbers by address and elements
         self._places: dict[int, dict[int, int] | None] = {}
-        self._sum = PairwiseSum()
-
-    @property
-    def buffers(self) -> Sequence[Tensor]:
-        return self._sum.buffers
 
     def total(self, numbers: Tensor, largest: bool = False) -> Tensor:
         return self.groups.control.total(numbers, largest)
@@ -91,13 +86,13 @@ class SharedMemoryCollectives(Collectives):
         divisor = 1 if bucket.dtype == torch.float16 else self.groups.divisor
         own, size = self.own_range(bucket), shard.numel()
 
-        def average(offsets: Mapping[int, int]) -> None:
+        def add_up(offsets: Mapping[int, int]) -> None:
             views = {peer: self.transport.view(peer, offset, size, bucket.dtype) for peer, offset in offsets.items()}
             views[self.transport.rank] = own
-            self._sum.into(shard, [views[member] for member in self.transport.members], divisor)
+            average(shard, [views[member] for member in self.transport.members], divisor)
 
         given = {peer: (place * size, size) for peer, place in self._peers.items()}
-        return self._transfer(Channel.REDUCE, what, bucket, given, dict.fromkeys(given, shard), average)
+        return self._transfer(Channel.REDUCE, what, bucket, given, dict.fromkeys(given, shard), add_up)
 
     def _all_to_all(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], what: str
@@ -177,10 +172,6 @@ class HostCollectives(SharedMemoryCollectives):
 
     def allocate_gathered(self, nbytes: int, device: torch.device) -> Tensor:
         return self.allocate(nbytes, torch.uint8, device)  # others read it
-
-    @property
-    def buffers(self) -> Sequence[Tensor]:
-        return self._reductions.buffers
 
     def _tell_place(self, memory: Tensor) -> None:
         """Nobody asks: gathers of a hop are of no version. And the transport is its thread's."""

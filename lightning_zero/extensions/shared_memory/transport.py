@@ -102,8 +102,8 @@ class Transfer(Pending):
         if not self.reading.received:
             self._wait(False)
 
-    def wait(self) -> None:
-        self.done = self.done or self._wait(self._whole)
+    def _arrive(self) -> None:
+        self._wait(self._whole)
 
     def _wait(self, whole: bool, seconds: float | None = None) -> bool:
         with naming_failures(self.what, self._rank):

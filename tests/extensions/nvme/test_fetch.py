@@ -33,7 +33,7 @@ def store(tmp_path: Path) -> Iterator[NvmeStore]:
 
 @pytest.fixture
 def fetcher() -> Iterator[FileFetcher]:
-    made = FileFetcher(CPU, Streams(CPU), HostMemory(CPU, None))
+    made = FileFetcher(Streams(CPU), HostMemory(CPU, None))
     made.reserve(2, 2 * 4096)
     yield made
     made.close()
@@ -90,7 +90,7 @@ def test_a_read_that_failed_is_raised_by_whoever_needs_it(store: NvmeStore, fetc
 
 
 def test_closing_ends_the_thread_and_a_later_fetch_starts_one(store: NvmeStore) -> None:
-    fetcher = FileFetcher(CPU, Streams(CPU), HostMemory(CPU, None))
+    fetcher = FileFetcher(Streams(CPU), HostMemory(CPU, None))
     fetcher.reserve(1, 4096)
     source = resting(store, 1.0, 2.0)
     before = threading.active_count()
