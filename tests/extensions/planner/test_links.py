@@ -36,7 +36,7 @@ def on_hosts(hosts: int, ranks: int, *, numel: int = P, **settings: Any) -> Memo
     return estimate_memory(numel, world_size=hosts * ranks, hosts=hosts, **settings)
 
 
-# Bytes for each parameter that left a host, of 2 with 2 ranks each: docs/benchmarks.md, "Between hosts".
+# Bytes for each parameter that left a host, of 2 with 2 ranks each: docs/benchmarks.md, "Between nodes".
 MEASURED = {
     ("none", None, None): 6.02,
     ("zero1", None, None): 4.01,
@@ -89,7 +89,7 @@ def test_what_leaves_a_host_is_what_was_measured(
     # Headers are in what was measured, and the page has two digits.
     assert estimate.leaving_nbytes(stage, rounded=rounded) / estimate.numel == pytest.approx(measured, rel=0.012)
     page = (ROOT / "docs" / "benchmarks.md").read_text()
-    assert f"| {measured:.2f} | " in page.partition("## Between hosts")[2]
+    assert f"| {measured:.2f} | " in page.partition("## Between nodes")[2]
     if rounded and stage != "none":
         both = dtype is not None or stage == "zero3"
         weights = rounded if both and shards in (None, "kept") else None
