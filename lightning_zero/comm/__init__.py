@@ -1,6 +1,5 @@
 """The wire: process groups, agreement between ranks, collectives, streams."""
 
-from lightning_zero.comm.choice import Exchange, choose_collectives
 from lightning_zero.comm.collectives import (
     PATIENCE_SECONDS,
     CollectiveCall,
@@ -12,7 +11,7 @@ from lightning_zero.comm.collectives import (
 )
 from lightning_zero.comm.control import ControlGroup, raising
 from lightning_zero.comm.groups import Groups, ShardGroup, orders_differ, shard_span
-from lightning_zero.comm.native import GlooCollectives, NativeCollectives
+from lightning_zero.comm.native import Exchange, GlooCollectives, NativeCollectives, choose_collectives
 from lightning_zero.comm.streams import Streams
 
 __all__ = [

@@ -271,21 +271,19 @@ class Collectives(ABC):
         """As ``ControlGroup.total``, on the device that the wire is for; the host does not wait. Collective: every
         rank."""
 
-    @abstractmethod
-    def _all_gather(
-        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, content: Content
-    ) -> Pending: ...
+    # The same verbs, as a wire carries them.
 
     @abstractmethod
-    def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float, key: Hashable) -> Pending: ...
+    def _all_gather(self, *args: Any, **kwargs: Any) -> Pending: ...
 
     @abstractmethod
-    def _all_to_all(
-        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], what: str
-    ) -> Pending: ...
+    def _reduce_scatter(self, *args: Any, **kwargs: Any) -> Pending: ...
 
     @abstractmethod
-    def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending: ...
+    def _all_to_all(self, *args: Any, **kwargs: Any) -> Pending: ...
+
+    @abstractmethod
+    def _broadcast(self, *args: Any, **kwargs: Any) -> Pending: ...
 
 
 Totals = ControlGroup | Collectives

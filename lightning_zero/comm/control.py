@@ -7,7 +7,6 @@ errors of those that wait for this rank. Without it they cost a microsecond, and
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import pickle
 import re
@@ -47,8 +46,6 @@ _ELSEWHERE = (
     "only some ranks take, or a branch that depends on the rank's data and calls backward or the model another number "
     "of times."
 )
-
-_NO_WATCH = "What the other ranks did is not known, because this copy of lightning_zero has no extension 'watch'.\n"
 
 ANY_AGREEMENT = "the agreement with the other ranks"
 """What is waited for, where nobody knows more."""
@@ -149,7 +146,7 @@ def raise_failure(what: str, rank: int, error: RuntimeError) -> NoReturn:
     if isinstance(error, DivergenceError | CommunicationError):
         raise error
     watch = current_watch()
-    known = watch.explain() if watch is not None else "" if installed("watch") else _NO_WATCH
+    known = "" if watch is None else watch.explain()
     if watch is not None and watch.verdict:
         raise DivergenceError(f"Rank {rank}: {what} did not complete. {known}") from error
     raise CommunicationError(
@@ -159,18 +156,7 @@ def raise_failure(what: str, rank: int, error: RuntimeError) -> NoReturn:
     ) from error
 
 
-_NUMBER = re.compile(r"(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?)")
-
-
-def _mean_the_same(left: str, right: str) -> bool:
-    """Whether two lines are the same but for last digits of decimal numbers."""
-    if left == right:
-        return True
-    pairs = list(zip_longest(_NUMBER.split(left), _NUMBER.split(right), fillvalue=""))
-    others, numbers = pairs[::2], [pair for pair in pairs[1::2] if pair[0] != pair[1]]
-    return all(a == b for a, b in others) and all(
-        any(c in a + b for c in ".e") and a and b and math.isclose(float(a), float(b), rel_tol=1e-9) for a, b in numbers
-    )
+_DECIMAL = re.compile(r"(?<![\w.])-?\d+(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+)(?!\w|\.\w)")
 
 
 class ControlGroup:
@@ -236,21 +222,21 @@ class ControlGroup:
     def alike(self, what: str, lines: Sequence[str], advice: str = _SAME_PROGRAM) -> None:
         """Raise a ``DivergenceError`` on every rank, with the first different lines, unless all have the same ones.
 
-        Machines round a cosine differently: decimal numbers that differ in their tenth digit are the same. The lines
+        Machines round a cosine differently: of decimal numbers nine digits are compared. The lines
         describe ``what``. ``advice`` is what to do if they differ. Collective: every rank.
         """
+        lines = [_DECIMAL.sub(lambda number: f"{float(number[0]):.9g}", line) for line in lines]
         digest = hashlib.sha256("\n".join(lines).encode()).digest()
         prints = self.exchange([int.from_bytes(digest[:8], "big", signed=True)], what)
         if len(set(map(tuple, prints))) == 1:
             return
-        texts = self.gather_objects(list(lines), what)
-        for rank, others in enumerate(texts):
-            pairs = zip_longest(texts[0], others, fillvalue="(nothing more)")
-            different = [f"  rank 0: {a}\n  rank {rank}: {b}\n" for a, b in pairs if not _mean_the_same(a, b)]
-            if different:
-                raise DivergenceError(
-                    f"Rank {rank} has another {what} than rank 0. First differences:\n{''.join(different[:3])}{advice}"
-                )
+        texts = self.gather_objects(lines, what)
+        rank = next(rank for rank, others in enumerate(texts) if others != texts[0])
+        pairs = zip_longest(texts[0], texts[rank], fillvalue="(nothing more)")
+        different = [f"  rank 0: {a}\n  rank {rank}: {b}\n" for a, b in pairs if a != b]
+        raise DivergenceError(
+            f"Rank {rank} has another {what} than rank 0. First differences:\n{''.join(different[:3])}{advice}"
+        )
 
     def exchange(self, values: Sequence[int], place: str = ANY_AGREEMENT) -> list[list[int]]:
         """Every rank's 64-bit integers in rank order, equally many on each.

@@ -1,4 +1,4 @@
-"""Collectives through a process group: the backend's own, and better ones on gloo.
+"""Collectives through a process group: the backend's own, and better ones on gloo. And which wire a world takes.
 
 ``GlooCollectives`` does not use gloo's own reduce-scatter (emulated by a clone and an all-reduce: twice the bytes) nor
 its all-gather (2.7 times slower than the same bytes sent point to point). Its reduce-scatter is an all-to-all followed
@@ -22,27 +22,37 @@ After one that failed none is sent any more: another rank would take it for the 
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero._torch import all_gather_single, reduce_scatter_single, untracked
-from lightning_zero.comm.collectives import Collectives, Content, Pending
+from lightning_zero.comm.collectives import Collectives, Content, LocalCollectives, Pending
 from lightning_zero.comm.control import ABOUT_GRADIENTS, LOOK_SECONDS, naming_failures, passed_on, verdict
-from lightning_zero.comm.groups import Groups, connections
+from lightning_zero.comm.groups import Groups, connections, places_by_host
 from lightning_zero.comm.streams import Event, Streams
-from lightning_zero.config import Placement
+from lightning_zero.config import Compression, Placement
+from lightning_zero.registry import extension, installed
 
-__all__ = ["GlooCollectives", "NativeCollectives", "Passage", "average", "divide"]
+__all__ = ["SWITCH", "Exchange", "GlooCollectives", "NativeCollectives", "Passage", "average", "choose_collectives"]
+__all__ += ["divide"]
+
+SWITCH = "LIGHTNING_ZERO_SHARED_MEMORY"
+"""Environment variable: ``0`` on any rank keeps all of them from reading one another's memory; with ``1`` it is
+an error if this copy of the package has no such extension."""
 
 Hop = tuple[dist.ProcessGroup | None, Callable[[], object]]
 """A group, and what returns when that has carried its part of a transfer."""
+
+_log = logging.getLogger(__name__)
 
 _REDUCTIONS = 1  # tag of their messages: averages between groups are gathered in the same process group
 _CHUNK_NBYTES = 2**19  # summed at a time where that takes memory: few calls, and still in a core's cache
@@ -404,3 +414,68 @@ def average(result: Tensor, pieces: Sequence[Tensor], divisor: int, spare: bool 
     for total, *parts in zip(result.split(size), *(piece.split(size) for piece in pieces), strict=True):
         add(parts, 0, total)
         divide(total, divisor)
+
+
+class Exchange(NamedTuple):
+    """What is asked of the exchange between hosts."""
+
+    compression: Compression | None = None
+    secondary_shards: bool = False
+    """Whether a host keeps what comes from others to be computed with: see ``extensions/hops``."""
+
+
+_AS_IT_IS = Exchange()
+
+
+def choose_collectives(
+    groups: Groups, streams: Streams, device: torch.device, exchange: Exchange = _AS_IT_IS
+) -> Collectives:
+    """The collectives for ranks that compute on ``device``, of the same type on every rank. Collective: every rank.
+
+    Raises, on every rank, ValueError where there is no such ``exchange``, DivergenceError if ranks want others, and
+    ExtensionError for what was deleted from this copy of the package.
+    """
+    asked = exchange._asdict()
+    lines = [f"{name}={value}" for name, value in asked.items()]
+    lines += [f"extension {name}: {installed(name)}" for name in ("compression", "hops", "shared_memory")]
+    groups.control.alike("exchange between hosts", lines)
+    for name, value in asked.items():
+        if value and device.type != "cpu" and not streams.beside:
+            raise ValueError(f"{name} is for CPU and CUDA ranks, and these compute on {device.type}: leave it out.")
+    wire: Collectives = (
+        LocalCollectives(streams) if groups.shard.world_size == 1 else _chosen(groups, streams, exchange)
+    )
+    wire.asked = exchange
+    return wire
+
+
+def _chosen(groups: Groups, streams: Streams, exchange: Exchange) -> Any:
+    on_cpu = streams.device.type == "cpu" and not streams.beside
+    direct = GlooCollectives if on_cpu else NativeCollectives
+    asked = exchange if any(exchange) and len(groups.find_hosts()) > 1 else _AS_IT_IS
+
+    def between_hosts(wire: NativeCollectives, averages: bool = False) -> Any:
+        """A wire as it is, or what makes fewer bytes of it."""
+        if asked.compression is None:
+            return wire
+        return extension("compression").compressed(wire, asked.compression, averages)
+
+    if groups.across is not None:
+        return direct(groups, streams, between_hosts(direct(groups.across, streams.in_reductions()), True))
+    groups.control.counted = groups.checkpoint.counted = range(groups.control.world_size)
+    places = places_by_host(groups.find_hosts()) if on_cpu or any(asked) else None
+    hops = shared = None
+    if places is not None and (any(asked) or installed("hops")):
+        hops = extension("hops").split(groups, places, "gloo" if on_cpu else dist.get_backend(groups.gather))
+    if on_cpu and (installed("shared_memory") or groups.control.agree_any(os.environ.get(SWITCH) == "1")):
+        off = f"{SWITCH}=0" if os.environ.get(SWITCH) == "0" else ""
+        shared = extension("shared_memory").connected(groups, hops is not None, off)
+    if hops is None:
+        if asked.secondary_shards and groups.control.rank == 0:
+            _log.warning("secondary_shards does nothing: that takes hosts with equally many ranks, two or more.")
+        return between_hosts(direct(groups, streams)) if shared is None else shared.wire(groups)
+    within = direct(hops.within, streams) if shared is None else shared.wire(hops.within)
+    between = between_hosts(direct(hops.between, streams))
+    return extension("hops").HierarchicalCollectives(
+        hops, direct(groups, streams), within, between, asked.secondary_shards
+    )

@@ -49,7 +49,7 @@ from lightning_zero.engine.weights import HALF_UPDATED, PublishedWeights
 from lightning_zero.errors import DivergenceError, OffloadError, ParameterAccessError
 from lightning_zero.meta import MetaValues
 from lightning_zero.offload.transfers import MemoryTiers
-from lightning_zero.plan import FETCH_UNITS, Plan
+from lightning_zero.plan import Plan
 from lightning_zero.shards.binding import binding_of
 from lightning_zero.shards.slice import Slice
 
@@ -165,7 +165,6 @@ class ZeroEngine:
         """Those that step on shards; they learn when masters were written from outside."""
         self._reducer: GradientReducer | None = None  # while training
         self.access = ParameterAccess(self)
-        tiers.fetcher.reserve(FETCH_UNITS, plan.fetch_nbytes)
         self._hooks = EngineHooks(self)
         self._schedule = UnitSchedule(plan, self.units, means, self._bring_for_backward, self._hooks)
         self.weights = PublishedWeights(self.units, means, module)

@@ -353,7 +353,7 @@ class UnitSchedule:
         if changed:
             self._means.pool.warn_of_kept(changed)
             self._order.forget(units)
-        self._means.tiers.fetcher.forget()
+        self._means.tiers.forget()
 
     def vacate(self) -> None:
         """Give the memory of buffers back until they are needed again, where no device has memory of its own.
@@ -460,7 +460,7 @@ class UnitSchedule:
 
     def announce(self, index: int) -> None:
         """Begin to fetch a unit's shards from where they are offloaded to."""
-        self._means.tiers.fetcher.ahead(self.sharded[index].sources)
+        self._means.tiers.ahead(self.sharded[index].sources)
 
     def may_take(self, index: int) -> bool:
         """Whether a unit may be gathered into the buffer of its place."""

@@ -241,7 +241,7 @@ class ShardedUnit(Unit):
                     own = collectives.own_range(buffer)
                     try:
                         if source.dtype == own.dtype:
-                            means.tiers.fetcher.fetch(source, own)
+                            means.tiers.fetch(source, own)
                         else:
                             own.copy_(source)
                     except OffloadError as error:  # this rank's part of the gather must come all the same

@@ -11,7 +11,6 @@ be written, and not be read if it is the target. Ordering never holds the host u
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from lightning_zero.comm.streams import Event, Streams
 from lightning_zero.config import Tier
 from lightning_zero.offload.host import HostMemory, is_on_host
 
-__all__ = ["Copy", "Fetcher", "MemoryTiers", "Transfer", "Transfers"]
+__all__ = ["Copy", "MemoryTiers", "Transfer", "Transfers"]
 
 
 class Copy(NamedTuple):
@@ -79,7 +78,7 @@ class Transfers:
         self._streams = streams
         self._memory = memory
         self._worker: ThreadPoolExecutor | None = None
-        self._jobs: deque[Future[Event]] = deque()
+        self._last: Future[Event] | None = None  # job of the worker, which takes one after the other
         self._landing: list[_Staging] = []
         self._sending: list[_Staging] = []
         self._turn = 0
@@ -146,8 +145,9 @@ class Transfers:
 
     def settle(self) -> None:
         """Wait for all that was started; what went wrong is the business of whoever waits for that transfer."""
-        while self._jobs:
-            self._jobs.popleft().exception()
+        if self._last is not None:
+            self._last.exception()
+            self._last = None
         if self._latest is not None:
             self._latest.synchronize()
             self._latest = None
@@ -164,11 +164,8 @@ class Transfers:
             # With as many threads as torch gives to any: to set another number here would set it for all to come.
             enter = self._streams.enter_thread
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero-transfer", initializer=enter)
-        while self._jobs and self._jobs[0].done():
-            self._jobs.popleft()
-        future = self._worker.submit(job)
-        self._jobs.append(future)
-        return future
+        self._last = last = self._worker.submit(job)
+        return last
 
     def _bring(self, copy: Copy) -> Future[Event] | None:
         """CUDA, on the transfer stream: to the target itself, or through staging where the host has to compute."""
@@ -221,56 +218,11 @@ def _run(copies: list[Copy]) -> Event:
     return None
 
 
-class Fetcher:
-    """Copies offloaded shards to the device, where units are gathered from them.
-
-    Host memory is close enough to be copied then. A tier beyond it is an extension's, which overrides these methods to
-    read ahead.
-    """
-
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
-        self._latest: Event = None  # behind the last copy
-        self.reserved_nbytes = 0  # of host memory, by all buffers together, in a run that fetches ahead
-        self.active = True  # not between runs, where fetching ahead would leave a thread and buffers behind
-
-    def reserve(self, units: int, nbytes: int) -> None:
-        """Say how many units may be fetched ahead. Memory for them is taken with the first use.
-
-        ``nbytes`` are those of the largest unit's offloaded shards, each rounded up to whole pages.
-        """
-
-    def ahead(self, sources: Sequence[Tensor]) -> None:
-        """The engine says which unit comes next: its shards must not change before ``fetch`` or ``forget``."""
-
-    def fetch(self, source: Tensor, destination: Tensor) -> None:
-        """Fill ``destination``, on the device, on the current stream from ``source``, wherever that is; both 1-D.
-
-        Raises ``OffloadError`` if a file could not be read.
-        """
-        with untracked():
-            destination.copy_(source, non_blocking=self._streams.beside)
-        self._latest = self._streams.mark()
-
-    def settle(self) -> None:
-        """Wait on the host until nothing reads offloaded shards any more: they are about to be written."""
-        if self._latest is not None:
-            self._latest.synchronize()
-            self._latest = None
-
-    def forget(self) -> None:
-        """Drop what was fetched ahead: it is void, or nobody will ask for it."""
-
-    def close(self) -> None:
-        """Forget, and free the buffers. May be called again; a later fetch takes others."""
-        self.forget()
-        self.settle()
-
-
 class MemoryTiers:
     """Memory for the shards of one engine by tier: the device's and the host's.
 
-    At most ``pin_nbytes`` of host memory are page-locked (``None``: all of it). A tier of an extension is a subclass.
+    At most ``pin_nbytes`` of host memory are page-locked (``None``: all of it). A tier of an extension is a subclass,
+    which may read ahead: host memory is close enough to be copied when a unit is gathered from it.
     """
 
     can_fail = False
@@ -281,12 +233,12 @@ class MemoryTiers:
         self.streams = streams = streams or Streams(device)
         self.memory = HostMemory(device, pin_nbytes)
         self.transfers = Transfers(streams, self.memory)
-        self.fetcher = Fetcher(streams)
+        self._fetched: Event = None  # behind the last copy of ``fetch``
 
     @property
     def host_buffer_nbytes(self) -> int:
         """Host memory of buffers beside the shards."""
-        return self.transfers.reserved_nbytes + self.fetcher.reserved_nbytes
+        return self.transfers.reserved_nbytes
 
     @property
     def disk_nbytes(self) -> int:
@@ -303,25 +255,41 @@ class MemoryTiers:
         with untracked():
             return torch.zeros(numel, dtype=dtype, device=self.device)
 
+    def ahead(self, sources: Sequence[Tensor]) -> None:
+        """The engine says which unit comes next: its shards must not change before ``fetch`` or ``forget``."""
+
+    def fetch(self, source: Tensor, destination: Tensor) -> None:
+        """Fill ``destination``, on the device, on the current stream from ``source``, wherever that is; both 1-D.
+
+        Raises ``OffloadError`` if a file could not be read.
+        """
+        with untracked():
+            destination.copy_(source, non_blocking=self.streams.beside)
+        self._fetched = self.streams.mark()
+
+    def forget(self) -> None:
+        """Drop what was fetched ahead: it is void, or nobody will ask for it."""
+
     def settle(self) -> None:
         """Wait on the host until nothing reads or writes offloaded shards any more."""
         self.transfers.settle()
-        self.fetcher.settle()
+        if self._fetched is not None:
+            self._fetched.synchronize()
+            self._fetched = None
 
     def abandon(self) -> None:
         """Settle everything under way after an error in the middle of a step."""
         self.transfers.settle()
-        self.fetcher.forget()
+        self.forget()
 
     def rest(self) -> None:
         """End threads and give up their buffers between runs; the shards stay. A later use takes them again."""
+        self.forget()
         self.transfers.close()
-        self.fetcher.close()
-        self.fetcher.active = False
+        self.settle()
 
     def wake(self) -> None:
         """Fetch ahead again: a run begins."""
-        self.fetcher.active = True
 
     def close(self) -> None:
         """Give everything up. May be called again."""

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_zero.comm.choice import SWITCH
+from lightning_zero.comm.native import SWITCH
 from tests.chaos.faults import FAULTS
 from tests.chaos.processes import Orphans
 from tests.chaos.run import LOADING, Scene, as_a_program

@@ -17,8 +17,8 @@ from torch import nn
 
 from lightning_zero import Compression, estimate_memory
 from lightning_zero.comm import Exchange, GlooCollectives, Groups, Streams, choose_collectives
-from lightning_zero.comm.choice import SWITCH
 from lightning_zero.comm.groups import RANKS_PER_HOST, connections
+from lightning_zero.comm.native import SWITCH
 from lightning_zero.extensions.compression.codes import format_nbytes
 from tests.helpers.cases import Block, Stack, case, features
 from tests.helpers.probe import Probe, fit

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.comm.choice import SWITCH
+from lightning_zero.comm.native import SWITCH
 from lightning_zero.engine import pool
 from lightning_zero.errors import ParameterAccessError
 from tests.helpers.training import make_trainer, quiet

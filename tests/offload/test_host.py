@@ -31,9 +31,9 @@ def test_memory_is_zero_and_aligned(numel: int, dtype: torch.dtype) -> None:
 
 
 def test_a_view_keeps_the_memory_and_nothing_else_does() -> None:
-    block = memory._allocate(1 << 16, False, True)
-    owner, view = weakref.ref(block.owner), block.memory[10:20]
-    del block
+    taken, owned = memory._allocate(1 << 16, True)
+    owner, view = weakref.ref(owned), taken[10:20]
+    del taken, owned
     gc.collect()
     assert owner() is not None
     view.fill_(7)

@@ -16,7 +16,7 @@ import torch
 
 from lightning_zero.comm import LocalCollectives
 from lightning_zero.offload.host import HostMemory
-from lightning_zero.offload.transfers import Copy, Fetcher, Transfers
+from lightning_zero.offload.transfers import Copy, MemoryTiers, Transfers
 
 CPU = torch.device("cpu")
 
@@ -137,10 +137,10 @@ def test_masters_are_not_stepped_on_while_they_are_read(streams: Any, transfers:
 
 
 def test_host_memory_that_is_fetched_is_not_written_meanwhile(streams: Any) -> None:
-    fetcher = Fetcher(streams)
+    fetcher = MemoryTiers(CPU, streams)
     source = torch.ones(16)
     fetcher.fetch(source, torch.zeros(16))
-    event: Any = fetcher._latest
+    event: Any = fetcher._fetched
     fetcher.settle()
     assert event.waited_for
 

@@ -62,7 +62,7 @@ def test_nothing_is_held_of_a_copy_that_was_waited_for(transfers: Transfers, dir
     source, target = torch.ones(4), torch.zeros(4)
     left = weakref.ref(source), weakref.ref(target)
     transfer = getattr(transfers, direction)([Copy(source, target)])
-    transfers._jobs[-1].add_done_callback(lambda job: over.wait(20) and None)  # the thread still has its job there
+    transfers._last.add_done_callback(lambda job: over.wait(20) and None)  # the thread still has its job there
     began.set()
     transfer.wait()
     del source, target

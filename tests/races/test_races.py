@@ -112,9 +112,9 @@ _HOPS = "both hops, and the arithmetic behind them, are on one stream"
 _IN_ORDER = "all of an average is on the stream of the reductions, where it is behind the one that it needs"
 SPARE = {
     "result in offload/transfers.py order: self._event = job.result() < engine/weights.py unit_stepped": _HANDS_OVER,
-    "result in offload/transfers.py settle: self._jobs.popleft().exception() < offload/transfers.py settle < "
+    "result in offload/transfers.py settle: self._last.exception() < offload/transfers.py settle < "
     "engine/engine.py before_optimizer_step": _HANDS_OVER,
-    "result in offload/transfers.py settle: self._jobs.popleft().exception() < offload/transfers.py close": _HANDS_OVER,
+    "result in offload/transfers.py settle: self._last.exception() < offload/transfers.py close": _HANDS_OVER,
     "result in extensions/nvme/store.py forget: buffer.job.exception()": "what is read is in a file, not in memory",
     "synchronize in offload/host.py release: torch.cuda.synchronize(self._device)  # copies from and to it may be on "
     "their way": "who calls it has waited for every copy itself",

@@ -26,8 +26,8 @@ from lightning_zero import (
     full_parameters,
 )
 from lightning_zero.comm import Groups, Streams, choose_collectives
-from lightning_zero.comm.choice import SWITCH
 from lightning_zero.comm.groups import RANKS_PER_HOST, places_by_host
+from lightning_zero.comm.native import SWITCH
 from lightning_zero.extensions.hops import HierarchicalCollectives
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import WorldError, run_world

@@ -19,7 +19,7 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_zero import HostOffload, NvmeOffload
-from lightning_zero.comm.choice import SWITCH
+from lightning_zero.comm.native import SWITCH
 from lightning_zero.config import Offload
 from tests.helpers.training import make_trainer
 from tests.helpers.waiting import until

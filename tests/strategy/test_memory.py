@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_zero import HostOffload, NvmeOffload
 from lightning_zero.comm import GlooCollectives
-from lightning_zero.comm.choice import SWITCH
+from lightning_zero.comm.native import SWITCH
 from lightning_zero.config import Tier
 from lightning_zero.engine.pool import BufferPool
 from lightning_zero.extensions.nvme import FileTensor
@@ -154,7 +154,7 @@ def on_host(strategy: Any) -> dict[str, Storages]:
     store = getattr(engine.tiers, "store", None)  # of files
     rested = [*(tensor for flat in flats for tensor in (flat.master, flat.weights)), *state]
     regions = {id(tensor.region): tensor.region for tensor in rested if isinstance(tensor, FileTensor)}
-    buffers = {0: store._buffer_nbytes + engine.tiers.fetcher.reserved_nbytes} if store is not None else {}
+    buffers = {0: store._buffer_nbytes + engine.tiers.reserved_nbytes} if store is not None else {}
     return {
         "weights": storages(flat.weights for flat in flats if flat.rest.weights is Tier.HOST),
         "masters": storages(flat.master for flat in flats if flat.rest.master is Tier.HOST),

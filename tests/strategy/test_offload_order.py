@@ -46,7 +46,7 @@ class LateTransfers(Transfers):
         self.__dict__["count"] = self.__dict__.get("count", 0) + 1
         late = Late(queue, job)
         queue.append(late)
-        self._jobs.append(late)
+        self._last = late
         return late
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_zero import local_slices
-from lightning_zero.comm.choice import SWITCH
+from lightning_zero.comm.native import SWITCH
 from tests.helpers.world import run_world
 from tests.strategy.runs import Net, fit, made, quiet, values_of, zero
 

@@ -16,7 +16,7 @@ from lightning_zero.extensions.nvme.pipeline import Pipeline, Request
 from lightning_zero.extensions.nvme.step import FileSteps
 from lightning_zero.extensions.nvme.store import FileTiers, NvmeStore
 from lightning_zero.optim.stepper import Steps
-from lightning_zero.plan import Plan
+from lightning_zero.plan import FETCH_UNITS, Plan
 from lightning_zero.plan.costs import expected_disk
 
 __all__ = ["FileSteps", "FileTensor", "FileTiers", "NvmeStore", "Pipeline", "Request", "fill_from"]
@@ -59,7 +59,9 @@ def make_tiers(
         for store in made:
             store.close()
         raise
-    return FileTiers(made[0], device, streams)
+    tiers = FileTiers(made[0], device, streams)
+    tiers.reserve(FETCH_UNITS, plan.fetch_nbytes)
+    return tiers
 
 
 def make_steps(engine: ZeroEngine, steps: Steps) -> FileSteps:

@@ -51,10 +51,10 @@ from lightning_zero.extensions.nvme.files import (
     fill_from,
 )
 from lightning_zero.extensions.nvme.pipeline import BufferPool, Pipeline, Workers
-from lightning_zero.offload.host import PAGE_NBYTES, HostMemory, host_memory, padded_nbytes
-from lightning_zero.offload.transfers import Fetcher, MemoryTiers
+from lightning_zero.offload.host import PAGE_NBYTES, host_memory, padded_nbytes
+from lightning_zero.offload.transfers import MemoryTiers
 
-__all__ = ["WINDOW_ALIGNMENT", "FileFetcher", "FileTiers", "Leftover", "NvmeStore", "RunFolder", "find_leftovers"]
+__all__ = ["WINDOW_ALIGNMENT", "FileTiers", "Leftover", "NvmeStore", "RunFolder", "find_leftovers"]
 
 WINDOW_ALIGNMENT = 4096
 """Windows are cut at multiples of so many elements: whole pages, for elements of any size."""
@@ -214,23 +214,42 @@ class _FetchBuffer:
     used: Event = None  # behind the last copy out of it
 
 
-class FileFetcher(Fetcher):
-    """Reads shards from files into host buffers, by a thread of its own, ahead of their use."""
+class FileTiers(MemoryTiers):
+    """Memory by tier, with files of ``store`` as one more, out of which a thread reads shards ahead of their use."""
 
-    def __init__(self, streams: Streams, memory: HostMemory) -> None:
-        super().__init__(streams)
-        self._memory = memory
+    can_fail = True
+
+    def __init__(self, store: NvmeStore, device: torch.device, streams: Streams | None = None) -> None:
+        super().__init__(device, streams)
+        self.store = store
+        self.reserved_nbytes = 0  # of host memory, by all buffers together, in a run
         self._nbytes = 0  # of each buffer
+        self._active = True  # not between runs, where reading ahead would leave a thread and buffers behind
         self._buffers: list[_FetchBuffer] = []
         self._reader: ThreadPoolExecutor | None = None
 
+    @property
+    def host_buffer_nbytes(self) -> int:
+        return super().host_buffer_nbytes + self.store.host_nbytes + self.reserved_nbytes
+
+    @property
+    def disk_nbytes(self) -> int:
+        return self.store.nbytes_on_disk
+
+    def allocate(self, tier: Tier, numel: int, dtype: torch.dtype, what: str) -> Tensor:
+        """As for ``MemoryTiers``; a ``FileTensor`` on disk."""
+        if tier is Tier.DISK:
+            return self.store.allocate(numel, dtype, what)
+        return super().allocate(tier, numel, dtype, what)
+
     def reserve(self, units: int, nbytes: int) -> None:
-        self.close()
+        """Read so many units ahead, whose shards take up to ``nbytes``, each in whole pages. Memory for them is taken
+        with the first use."""
         self._nbytes = padded_nbytes(nbytes)
         self.reserved_nbytes = units * self._nbytes
 
     def ahead(self, sources: Sequence[Tensor]) -> None:
-        wanted = [source for source in sources if self.active and isinstance(source, FileTensor)]
+        wanted = [source for source in sources if self._active and isinstance(source, FileTensor)]
         sizes = [padded_nbytes(source.numel() * source.dtype.itemsize) for source in wanted]
         if not 0 < sum(sizes) <= self._nbytes:
             return
@@ -238,7 +257,7 @@ class FileFetcher(Fetcher):
             return
         buffer = next((buffer for buffer in self._buffers if not buffer.places), None)
         if buffer is None and len(self._buffers) * self._nbytes < self.reserved_nbytes:
-            buffer = _FetchBuffer(self._memory.allocate(self._nbytes, torch.uint8))
+            buffer = _FetchBuffer(self.memory.allocate(self._nbytes, torch.uint8))
             self._buffers.append(buffer)
         if buffer is None:
             return
@@ -264,7 +283,7 @@ class FileFetcher(Fetcher):
         place = buffer.places.pop(id(source))
         buffer.job.result()
         super().fetch(place, destination)
-        buffer.used = self._latest
+        buffer.used = self._fetched
 
     def forget(self) -> None:
         for buffer in self._buffers:
@@ -272,42 +291,18 @@ class FileFetcher(Fetcher):
                 buffer.job.exception()
             buffer.places.clear()
 
-    def close(self) -> None:
-        super().close()
+    def rest(self) -> None:
+        """As for ``MemoryTiers``; the folder goes, and the file lives on without a name."""
+        super().rest()
+        self._active = False
         self._buffers.clear()
         if self._reader is not None:
             self._reader.shutdown(wait=True)
             self._reader = None
-
-
-class FileTiers(MemoryTiers):
-    """Memory by tier, with files of ``store`` as one more."""
-
-    can_fail = True
-
-    def __init__(self, store: NvmeStore, device: torch.device, streams: Streams | None = None) -> None:
-        super().__init__(device, streams)
-        self.store = store
-        self.fetcher = FileFetcher(self.streams, self.memory)
-
-    @property
-    def host_buffer_nbytes(self) -> int:
-        return super().host_buffer_nbytes + self.store.host_nbytes
-
-    @property
-    def disk_nbytes(self) -> int:
-        return self.store.nbytes_on_disk
-
-    def allocate(self, tier: Tier, numel: int, dtype: torch.dtype, what: str) -> Tensor:
-        """As for ``MemoryTiers``; a ``FileTensor`` on disk."""
-        if tier is Tier.DISK:
-            return self.store.allocate(numel, dtype, what)
-        return super().allocate(tier, numel, dtype, what)
-
-    def rest(self) -> None:
-        """As for ``MemoryTiers``; the folder goes, and the file lives on without a name."""
-        super().rest()
         self.store.rest()
+
+    def wake(self) -> None:
+        self._active = True
 
     def close(self) -> None:
         """Give everything up. May be called again."""

@@ -19,7 +19,7 @@ __all__ = ["SharedMemory", "connected"]
 
 _TIMEOUT = timedelta(minutes=30)  # what torch gives a process group that nobody gave one
 _LOGGED: WeakKeyDictionary[Groups, str] = WeakKeyDictionary()  # so that each way is logged once
-_log = logging.getLogger("lightning_zero.comm.choice")
+_log = logging.getLogger("lightning_zero.comm.native")
 
 
 class SharedMemory:

@@ -12,11 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_zero import NvmeOffload
-from lightning_zero.comm import Streams
 from lightning_zero.errors import OffloadError
-from lightning_zero.extensions.nvme import FileTensor, NvmeStore
-from lightning_zero.extensions.nvme.store import FileFetcher
-from lightning_zero.offload import HostMemory
+from lightning_zero.extensions.nvme import FileTensor, FileTiers, NvmeStore
 from tests.helpers.probe import Probe, fit
 from tests.helpers.world import run_world
 from tests.strategy.test_offload_order import CASE
@@ -32,8 +29,8 @@ def store(tmp_path: Path) -> Iterator[NvmeStore]:
 
 
 @pytest.fixture
-def fetcher() -> Iterator[FileFetcher]:
-    made = FileFetcher(Streams(CPU), HostMemory(CPU, None))
+def fetcher(store: NvmeStore) -> Iterator[FileTiers]:
+    made = FileTiers(store, CPU)
     made.reserve(2, 2 * 4096)
     yield made
     made.close()
@@ -45,13 +42,13 @@ def resting(store: NvmeStore, *values: float) -> FileTensor:
     return made
 
 
-def fetched(fetcher: FileFetcher, source: Tensor) -> list[float]:
+def fetched(fetcher: FileTiers, source: Tensor) -> list[float]:
     destination = torch.full((source.numel(),), float("nan"))
     fetcher.fetch(source, destination)
     return destination.tolist()
 
 
-def test_what_was_fetched_ahead_is_not_read_again(store: NvmeStore, fetcher: FileFetcher) -> None:
+def test_what_was_fetched_ahead_is_not_read_again(store: NvmeStore, fetcher: FileTiers) -> None:
     first, second = resting(store, 1.0, 2.0, 3.0), resting(store, 4.0, 5.0)
     fetcher.ahead([first, second])
     fetcher._buffers[0].job.result()
@@ -61,7 +58,7 @@ def test_what_was_fetched_ahead_is_not_read_again(store: NvmeStore, fetcher: Fil
     assert fetched(fetcher, second) == [4.0, 5.0]
 
 
-def test_what_was_fetched_ahead_is_void_after_a_step(store: NvmeStore, fetcher: FileFetcher) -> None:
+def test_what_was_fetched_ahead_is_void_after_a_step(store: NvmeStore, fetcher: FileTiers) -> None:
     source = resting(store, 1.0, 2.0)
     fetcher.ahead([source])
     fetcher.forget()
@@ -69,7 +66,7 @@ def test_what_was_fetched_ahead_is_void_after_a_step(store: NvmeStore, fetcher: 
     assert fetched(fetcher, source) == [7.0, 8.0]
 
 
-def test_few_units_are_fetched_ahead_and_their_buffers_are_used_again(store: NvmeStore, fetcher: FileFetcher) -> None:
+def test_few_units_are_fetched_ahead_and_their_buffers_are_used_again(store: NvmeStore, fetcher: FileTiers) -> None:
     sources = [resting(store, float(number), 1.0) for number in range(6)]
     for source in sources:
         fetcher.ahead([source])
@@ -78,10 +75,10 @@ def test_few_units_are_fetched_ahead_and_their_buffers_are_used_again(store: Nvm
         fetcher.ahead([sources[(number + 1) % 6]])
         assert fetched(fetcher, source) == [float(number), 1.0]
     fetcher.forget()
-    assert fetcher._memory.nbytes == fetcher.reserved_nbytes == 2 * 2 * 4096
+    assert fetcher.memory.nbytes == fetcher.reserved_nbytes == 2 * 2 * 4096
 
 
-def test_a_read_that_failed_is_raised_by_whoever_needs_it(store: NvmeStore, fetcher: FileFetcher) -> None:
+def test_a_read_that_failed_is_raised_by_whoever_needs_it(store: NvmeStore, fetcher: FileTiers) -> None:
     source = resting(store, 1.0, 2.0)
     store.close()
     fetcher.ahead([source])
@@ -90,25 +87,26 @@ def test_a_read_that_failed_is_raised_by_whoever_needs_it(store: NvmeStore, fetc
 
 
 def test_closing_ends_the_thread_and_a_later_fetch_starts_one(store: NvmeStore) -> None:
-    fetcher = FileFetcher(Streams(CPU), HostMemory(CPU, None))
+    fetcher = FileTiers(store, CPU)
     fetcher.reserve(1, 4096)
     source = resting(store, 1.0, 2.0)
     before = threading.active_count()
     for _ in range(2):
         fetcher.ahead([source])
         assert fetched(fetcher, source) == [1.0, 2.0]
-        fetcher.close()
+        fetcher.rest()
+        fetcher.wake()
         assert threading.active_count() == before
 
 
-def test_host_memory_is_close_enough_to_the_cpu(fetcher: FileFetcher) -> None:
+def test_host_memory_is_close_enough_to_the_cpu(fetcher: FileTiers) -> None:
     source = torch.tensor([1.0, 2.0])
     fetcher.ahead([source])
     assert not fetcher._buffers
     assert fetched(fetcher, source) == [1.0, 2.0]
 
 
-class Counting(FileFetcher):
+class Counting(FileTiers):
     """Counts what is asked for, and how much of it had been fetched ahead."""
 
     def fetch(self, source: Tensor, destination: Tensor) -> None:
@@ -120,7 +118,7 @@ class Counting(FileFetcher):
 class Count(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: object, index: int) -> None:
         if index == 2:  # the orders of forward and backward are known by then
-            self.fetcher = trainer.strategy.engine.tiers.fetcher
+            self.fetcher = trainer.strategy.engine.tiers
             self.fetcher.__class__ = Counting
 
 

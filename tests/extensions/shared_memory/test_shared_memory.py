@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm import GlooCollectives, Groups, Streams, choice, choose_collectives
-from lightning_zero.comm.choice import SWITCH
+from lightning_zero.comm.native import SWITCH
 from lightning_zero.errors import CommunicationError, DivergenceError
 from lightning_zero.extensions.shared_memory.collectives import SharedMemoryCollectives
 from lightning_zero.extensions.shared_memory.heap import Heap, PeerHeap
