@@ -31,7 +31,13 @@ class ParamGroups:
         """Of each group the names of its parameters: the same object as long as they are the same. Never raises."""
         self._look()
         if self._names is None:
-            self._names = [[self._name(parameter) for parameter in group] for group in self._seen]
+            self._names = [
+                [
+                    entry.name if (entry := self.owned.get(p)) else f"(not the model's, of shape {tuple(p.shape)})"
+                    for p in group
+                ]
+                for group in self._seen
+            ]
         return self._names
 
     def current(self) -> list[list[Slice]]:
@@ -66,10 +72,6 @@ class ParamGroups:
             same = same and len(group["params"]) == len(seen) and all(map(is_, group["params"], seen))
         if not same:
             self._seen, self._names, self.known = [list(group["params"]) for group in groups], None, None
-
-    def _name(self, parameter: nn.Parameter) -> str:
-        entry = self.owned.get(parameter)
-        return f"(not the model's, of shape {tuple(parameter.shape)})" if entry is None else entry.name
 
 
 def restore_options(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], own: Collection[str]) -> None:

@@ -7,7 +7,6 @@ All of it is read from the module alone, which is the same on every rank: so eve
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -104,9 +103,8 @@ class ModuleTree:
                 totals[index] += parameter.spec.numel
         return totals
 
-    def names_in(self, chosen: Callable[[nn.Module], bool]) -> frozenset[str]:
-        """Names of the parameters in the modules that are chosen, or anywhere below them."""
-        tops = {node.index for node in self.nodes if chosen(node.module)}
+    def names_in(self, tops: set[int]) -> frozenset[str]:
+        """Names of the parameters in the modules of these nodes, or anywhere below them."""
         return frozenset([p.spec.name for p in self.parameters if not tops.isdisjoint(p.above)])
 
 

@@ -136,8 +136,8 @@ def find_named(tree: ModuleTree, rules: Sequence[str]) -> list[int]:
 
 def full_precision_names(tree: ModuleTree, classes: Sequence[str]) -> frozenset[str]:
     """Names of the parameters in batch norms, and in modules of these classes; ValueError for one that is not there."""
-    named = {id(node.module) for node in _of_classes(tree, classes, "full_precision")} if classes else set()
-    return tree.names_in(lambda module: isinstance(module, BatchNorm) or id(module) in named)
+    named = {node.index for node in _of_classes(tree, classes, "full_precision")} if classes else set()
+    return tree.names_in(named.union([node.index for node in tree.nodes if isinstance(node.module, BatchNorm)]))
 
 
 def find_recomputed(module: nn.Module, checkpointing: UnitsLike, rules: UnitsLike | None) -> tuple[str, ...]:

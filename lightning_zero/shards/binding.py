@@ -256,7 +256,8 @@ class _Shown:
             )
         local, owner = get_gradient(self), binding.owner()
         # A gradient is no part of what is compiled, but of what is described to make a fake tensor of a parameter.
-        return local if owner is None or is_being_compiled() else owner.read_gradient(binding, local)
+        unasked = owner is None or (binding.bucket is None and not owner.whole) or is_being_compiled()
+        return local if unasked else owner.read_gradient(binding, local)
 
     @grad.setter
     def grad(self: Any, value: Tensor | None) -> None:
@@ -311,6 +312,9 @@ class _Absent(_Shown):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in _ALIKE:
+            with no_subclasses():
+                return func(*args, **(kwargs or {}))
         return _called(func, args, kwargs or {})
 
     def __repr__(self: Any) -> str:
@@ -358,6 +362,8 @@ def _ordinary(parameter: Any) -> Iterator[None]:
         parameter.__class__ = kind
 
 
+# What is the same while values are there, and the engine's own: user code meets properties in the place of these.
+_ALIKE = {get_data, get_gradient, *[getattr(Tensor, name).__get__ for name in ("is_leaf", "requires_grad", "shape")]}
 _FREE = words("""
     __len__ size dim ndimension numel nelement element_size storage_offset get_device is_floating_point is_complex
     is_signed is_inference is_conj is_neg has_names _has_compatible_shallow_copy_type
@@ -382,7 +388,7 @@ _LOOKS = words("detach isfinite isnan isinf")
 def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A torch function got an absent parameter."""
     name = getattr(func, "__name__", "")
-    if name == "__set__" or func in (get_data, get_gradient):  # the engine's: user code meets properties instead
+    if name == "__set__":
         with no_subclasses():
             return func(*args, **kwargs)
     bindings = _bindings_in([*args, *kwargs.values()])
