@@ -74,14 +74,15 @@ def _engines() -> set[ZeroEngine]:
 
 def _before_fork() -> None:
     for engine in _engines():
-        engine.freeze_shown()
+        engine.means.collectives.freeze(engine.access.plain_memory)  # they see what parameters show now
 
 
 def _after_fork() -> None:
     if parent_rank() is None:  # what is forked becomes a rank itself
         return
-    for engine in _engines():
-        engine.leave_to_worker()
+    for engine in _engines():  # the child has none of its threads and must not use its connections
+        engine._hooks.remove()
+        engine.access.leave_to_worker()
     _ENGINES.clear()
 
 
@@ -534,7 +535,7 @@ class ZeroEngine:
             self.units[index].parameters_changed(units[index])
         self.weights.after_step(self.computes or self.plan.offload is not None)
         self.updating = False
-        self._schedule.masters_changed(list(units))
+        self._schedule.masters_changed(units)
         if self.progress.depth > 0 and not self.progress.in_backward:
             self._open_forward()
 
@@ -567,7 +568,7 @@ class ZeroEngine:
             written = {index: [p for p in every if p in parameters] for index, every in written.items()}
         self.after_optimizer_step(written)
         self.updating = updating
-        self._schedule.void(())
+        self._schedule.masters_changed(())
         for optimizer in self.optimizers:
             optimizer.masters_changed()
 
@@ -601,10 +602,6 @@ class ZeroEngine:
         found = self.totals.total(numbers.to(self.totals.device))
         return found if added else found.view(-1, count)
 
-    def freeze_shown(self) -> None:
-        """Have processes that are forked from now on see what parameters show now, until the next step begins."""
-        self.means.collectives.freeze(self.access.plain_memory)
-
     def abandon(self) -> None:
         """Forget the running step after an error: no collective, no gradients, nothing pinned or bound."""
         progress = self.progress
@@ -620,12 +617,6 @@ class ZeroEngine:
         self.means.writes.forget()
         progress.depth, progress.in_backward, progress.segment = 0, False, 0
         self.weights.unbind()
-
-    def leave_to_worker(self) -> None:
-        """Release the module in a process that was forked from this rank, which has none of its threads and must not
-        use its connections."""
-        self._hooks.remove()
-        self.access.leave_to_worker()
 
     def detach(self) -> None:
         """Take the hooks off the module. Its parameters stay as they are."""

@@ -5,8 +5,7 @@ Without observers a span costs a fraction of a microsecond and leaves no trace.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -69,9 +68,13 @@ class Spans:
         """Update ``heard``: at the beginning of what has many spans."""
         self.heard = bool(self.observers) or profiler_runs()
 
-    def of(self, phase: Phase, unit: str = "", nbytes: int = 0) -> AbstractContextManager[None]:
-        """A span around a block of code. Arguments as for ``Span``."""
-        return self._around(phase, unit, nbytes) if self.observers or profiler_runs() else _NOTHING
+    def of(self, phase: Phase, unit: str = "", nbytes: int = 0) -> AbstractContextManager[Any]:
+        """A span that begins now and ends with the block of code. Arguments as for ``Span``."""
+        if not self.observers and not profiler_runs():
+            return _NOTHING
+        context = ExitStack()
+        context.callback(self.end, self.begin(phase, unit, nbytes))
+        return context
 
     def begin(self, phase: Phase, unit: str = "", nbytes: int = 0) -> Span | None:
         """Begin a span that ends in another call: what ``end`` needs, ``None`` without observers."""
@@ -103,12 +106,4 @@ class Spans:
     def abandon(self) -> None:
         """End what an error left open, the innermost first."""
         for span in reversed(list(self._open)):
-            self.end(span)
-
-    @contextmanager
-    def _around(self, phase: Phase, unit: str, nbytes: int) -> Iterator[None]:
-        span = self.begin(phase, unit, nbytes)
-        try:
-            yield
-        finally:
             self.end(span)

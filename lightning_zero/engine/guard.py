@@ -15,7 +15,7 @@ the innermost pair of hooks is applied, so it hands everything else to the pair 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,6 @@ from lightning_zero._torch import (
     opaque_to_dynamo,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
-    storage_key,
     top_saved_tensor_hooks,
 )
 from lightning_zero.comm import Streams
@@ -81,19 +80,12 @@ class SavedTensorGuard:
 
     Args:
         pool: of the units' buffers.
-        units: whose parameters are leaves that are saved.
         restore: makes a unit's full weights available during backward; returns whether they stay until its backward is
             over.
         streams: where device work is ordered.
     """
 
-    def __init__(
-        self,
-        pool: BufferPool,
-        units: Iterable[ShardedUnit],
-        restore: Callable[[ShardedUnit], bool],
-        streams: Streams,
-    ) -> None:
+    def __init__(self, pool: BufferPool, restore: Callable[[ShardedUnit], bool], streams: Streams) -> None:
         self._restore = restore
         self._streams = streams
         self._pool = pool
@@ -102,8 +94,6 @@ class SavedTensorGuard:
         self.of_root = False
         """Whether one ``push`` was for the root's parameters."""
         self._outer: list[tuple[Pack, Unpack] | None] = []  # for each forward of a unit that runs
-        # Classes of which nobody looks at what is done: leaves show their values in one of their own.
-        self._kinds: set[type] = {Tensor}.union(*[unit.kinds for unit in units])
         # Permanent objects that Dynamo does not trace: a fresh closure per forward would be recompiled every time.
         self._pack_hook, self._unpack_hook = self._hooks()
         # As torch marks its own hooks: since 2.14, selective checkpointing looks for those of the user behind them.
@@ -134,62 +124,46 @@ class SavedTensorGuard:
             self.pop()
 
     def _hooks(self) -> tuple[Pack, Unpack]:
-        """Both hooks, with the way that is nearly always taken: some ten times for every unit, so that calls count."""
-        buffers, outer, kinds, active = self._pool.used, self._outer, self._kinds, self.active
-        pack_otherwise, unpack_otherwise = disable_dynamo(self._pack), disable_dynamo(self._unpack)
+        """Both hooks. They run some ten times for every unit, so they call no function where all is as nearly always.
+
+        Dynamo looks into neither.
+        """
+        buffers, outer, active, restored = self._pool.used, self._outer, self.active, disable_dynamo(self._restored)
 
         def pack(tensor: Tensor) -> Any:
-            if compiler_of_frames() is not None or type(tensor) not in kinds:
-                return pack_otherwise(tensor)
             try:
                 buffer = buffers.get(tensor.untyped_storage()._cdata)
             except NotImplementedError:  # it has no memory of its own: see ``storage_key``
-                return pack_otherwise(tensor)
-            if buffer is None:
-                if outer and outer[-1] is None:
-                    version = tensor._version
-                    return (tensor, version) if version else tensor  # no tuple: less for the collector
-            elif (unit := buffer.unit) is not None:
+                buffer = None
+            if buffer is not None and (unit := buffer.unit) is not None:
                 place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
                 return _new(_Saved, (unit, place, unit.version))
-            return pack_otherwise(tensor)
+            if outer and (hooks := outer[-1]) is not None:
+                return _Handed(hooks[0](tensor), hooks[1])
+            version = tensor._version
+            return (tensor, version) if version else tensor  # no tuple: less for the collector
 
         def unpack(packed: Any) -> Tensor:
-            if compiler_of_frames() is None:
-                if type(packed) is _Saved:
-                    unit, place, version = packed
-                    # Its backward is running, as nearly always.
-                    if unit.version == version and unit in active and not _makes_graph():
-                        found: Tensor | None = unit.storage.made.get(place)  # type: ignore[union-attr]
-                        return unit.view_at(place) if found is None else found
-                elif type(packed) is Tensor and not packed._version:
-                    return packed
-            tensor: Tensor = unpack_otherwise(packed)
+            tensor: Tensor
+            if type(packed) is _Saved:
+                unit, place, version = packed
+                if unit in active and unit.version == version and compiler_of_frames() is None and not _makes_graph():
+                    found: Tensor | None = unit.storage.made.get(place)  # type: ignore[union-attr]
+                    return unit.view_at(place) if found is None else found
+                tensor = restored(packed)
+            elif type(packed) is _Handed:
+                tensor = packed.unpack(packed.packed)
+            else:
+                tensor, version = packed if type(packed) is tuple else (packed, 0)
+                if tensor._version != version:
+                    check_version(tensor, version, tensor.dtype, tensor.shape)
             return tensor
 
-        return opaque_to_dynamo(pack, self._pack), opaque_to_dynamo(unpack, self._unpack)
+        return opaque_to_dynamo(pack), opaque_to_dynamo(unpack)
 
-    def _pack(self, tensor: Tensor) -> Any:
-        buffer = self._pool.used.get(storage_key(tensor))
-        if buffer is not None and (unit := buffer.unit) is not None:
-            place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-            return _Saved(unit, place, unit.version)
-        outer = self._outer[-1] if self._outer else None
-        if outer is not None:
-            return _Handed(outer[0](tensor), outer[1])
-        version = tensor._version
-        return (tensor, version) if version else tensor
-
-    def _unpack(self, packed: Any) -> Tensor:
-        tensor: Tensor
-        if type(packed) is _Handed:
-            tensor = packed.unpack(packed.packed)
-            return tensor
-        if type(packed) is not _Saved:
-            tensor, version = packed if type(packed) is tuple else (packed, 0)
-            check_version(tensor, version, tensor.dtype, tensor.shape)
-            return tensor
-        unit, place, version = packed
+    def _restored(self, saved: _Saved) -> Tensor:
+        """What was saved of a unit whose backward does not run, or of whose gradient a graph is made."""
+        unit, place, version = saved
         check_weights(unit, version)
         stays = self._restore(unit)
         weights = unit.view_at(place)

@@ -31,7 +31,7 @@ from __future__ import annotations
 import logging
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -153,7 +153,7 @@ class UnitOrder:
             del self._recorded[phase.name]
         return [row[2:] for row in rows], change, agreed
 
-    def forget(self, units: Collection[int]) -> None:
+    def forget(self, units: Container[int]) -> None:
         """Note that the full weights of some units are void. The same call on every rank."""
         self.last = {place: unit for place, unit in self.last.items() if unit not in units}
 
@@ -247,7 +247,7 @@ class UnitSchedule:
         masters = {flat.rest.master for unit in self.sharded.values() for flat in unit.flats}
         self.fetches = Tier.DISK in masters or (Tier.HOST in masters and means.tiers.streams.beside)
         """Whether shards are worth fetching ahead of their gather."""
-        self.guard = SavedTensorGuard(means.pool, self.sharded.values(), restore, means.tiers.streams)
+        self.guard = SavedTensorGuard(means.pool, restore, means.tiers.streams)
         places = [unit.place if isinstance(unit, ShardedUnit) else None for unit in units]
         self._order = UnitOrder(means.agreement, places, self, plan.prefetch)
 
@@ -336,13 +336,12 @@ class UnitSchedule:
 
     # ------------------------------------------------------------ between phases
 
-    def masters_changed(self, units: Sequence[int]) -> None:
-        """Note that the full values of some units are void. The same call on every rank."""
-        self._changed()
-        self.void(units)
+    def masters_changed(self, units: Iterable[int]) -> None:
+        """Note that masters may have other values, and that the full ones of some units are void. Sends nothing.
 
-    def void(self, units: Sequence[int]) -> None:
-        """The same between phases, of which each begins with what is in the masters then. Sends nothing."""
+        The same call on every rank.
+        """
+        self._changed()
         self._masters = self._means.tiers.streams.mark()
         changed = {self.sharded[index] for index in units if index in self.sharded}
         for unit in changed or self.sharded.values():
@@ -352,7 +351,7 @@ class UnitSchedule:
                 unit.release()
         if changed:
             self._means.pool.warn_of_kept(changed)
-            self._order.forget(units)
+            self._order.forget({unit.index for unit in changed})
         self._means.tiers.forget()
 
     def vacate(self) -> None:

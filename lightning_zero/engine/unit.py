@@ -52,8 +52,7 @@ class Unit:
         """Whether the user's parameters show full values of their own (``full_parameters``), and must go on to."""
         placeholders = [placeholder for flat in flats for placeholder in flat.placeholders]
         kinds = list(map(original_kind, self.parameters))
-        self.kinds = list(map(shown_kind, kinds))
-        """The classes of the parameters while they show values."""
+        self._kinds = list(map(shown_kind, kinds))  # while they show values
         self._absent: list[Bound] = list(zip(self.parameters, placeholders, map(absent_kind, kinds), strict=True))
         self._versions = list(map(version_of, self.parameters))
 
@@ -71,7 +70,7 @@ class Unit:
         """Each of the user's parameters, the view of ``buffers`` that holds its full value, and its class then."""
         pairs = zip(buffers, self.flats, strict=True)
         views = [view for buffer, flat in pairs for view in views_of(buffer, flat.layout)]
-        return list(zip(self.parameters, views, self.kinds, strict=True))
+        return list(zip(self.parameters, views, self._kinds, strict=True))
 
     @property
     def written(self) -> bool:

@@ -41,7 +41,7 @@ class World:
         assert self.units[0].place == self.units[1].place, "the test wants one buffer for both"
         self.restored: list[str] = []
         self.stays = True
-        self.guard = SavedTensorGuard(self.means.pool, self.units, self.restore, Streams(CPU))
+        self.guard = SavedTensorGuard(self.means.pool, self.restore, Streams(CPU))
 
     def gather(self, unit: ShardedUnit) -> None:
         if not unit.resident:
