@@ -178,15 +178,17 @@ def build_reducer(plan: Plan, units: Sequence[Unit], means: Means) -> GradientRe
             layout = flat.layout
             if not layout.trainable:
                 continue
-            resident = None
-            if not plan.placement.shards_gradients:
+            in_place, alone = (
+                layout.reduce_dtype == layout.dtype and not flat.rest.offloaded,
+                collectives.world_size == 1,
+            )
+            resident = shard = None
+            if not plan.placement.shards_gradients or (in_place and alone):
                 resident = collectives.allocate(layout.numel, layout.reduce_dtype, device)
-            name = f"gradients of '{unit.name}'"
-            if resident is not None and layout.reduce_dtype == layout.dtype and not flat.rest.offloaded:
+            if resident is not None and in_place:
                 shard = collectives.own_range(resident)
-            elif resident is None and not flat.rest.offloaded and collectives.world_size > 1:
-                shard = None
-            else:
+            elif resident is not None or flat.rest.offloaded or alone:
+                name = f"gradients of '{unit.name}'"
                 shard = tiers.allocate(flat.rest.gradients, layout.shard_numel, layout.dtype, name)
             transfers = tiers.transfers if flat.rest.offloaded else None
             apart = unit.index in collecting_apart

@@ -17,15 +17,17 @@ whenever a parameter's gradient arrives before its unit was seen.
 A parameter whose unit looked finished can still get a gradient (activation checkpointing runs a backward within the
 backward). The bucket then starts another *round*; rounds of one backward add up.
 
-[Note: averages between groups, of shards on the host]
-What is averaged between shard groups is the sum of all micro-steps, which stays in the shard. A wire for CPU ranks
-averages it there. That of an accelerator does not reach the host: so the sum is made on the device, of what the host
-has and of what the group has just reduced, and leaves for the host when it is averaged. It has a part of the full
-buffer that the reduction has read, if that is of its dtype.
+[Note: averages that stay]
+A shard parameter's ``.grad`` is the truth about accumulation: ``None`` (after ``zero_grad``) means the next gradient
+replaces, anything else means it is added. Averages of earlier backwards that nobody cleared are *kept*: they lie in the
+shard, and a reduction's result is added there. Where the shard is a part of the full buffer it leaves that first, for
+memory that goes when its gradients are cleared; one rank alone goes on adding in place. Without a reduction the full
+gradients stay in the full buffer as *local* sums, to which the next micro-step adds.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -77,43 +79,58 @@ def put_gradient(gradient: Tensor, view: Tensor) -> None:
 class GradientShard:
     """This rank's averages of a layout's gradients: 1-D, of the master dtype; what optimizers' ``.grad`` are views of.
 
-    ``lasting``: its memory; ``None`` if it has some from a reduction on, until nobody has a gradient in it any more.
+    ``lasting``: its memory. Without it, and where it has left it, the shard has other memory until nobody has a
+    gradient there any more.
     """
 
     def __init__(self, flat: FlatParameters, lasting: Tensor | None) -> None:
         self._flat = flat
-        self._lasts = lasting is not None
-        self.held = lasting
-        """Its memory, while it is kept here: only in a backward, if it comes and goes."""
-        self._left: WeakStorage | None = None  # its memory, as long as anybody has it
+        self._lasting = lasting
         self._parts = [] if lasting is None else cut(lasting, flat.slices)
+        self._held: Tensor | None = None  # other memory, in a backward
+        self._left: WeakStorage | None = None  # the same, as long as anybody has it
         self.numbers = [0] * len(flat.parameters)
         """How many gradients each parameter has had: of one that was cleared nobody may go on to use the memory."""
 
     @property
     def there(self) -> Tensor | None:
         """Its memory, if it has any."""
-        storage = self._left.lock() if self.held is None and self._left is not None else None
-        return self.held if storage is None else bytes_of(storage).view(self._flat.layout.dtype)
+        if self._held is None and self._left is not None:
+            storage = self._left.lock()
+            if storage is not None:
+                return bytes_of(storage).view(self._flat.layout.dtype)
+            self._left = None
+        return self._lasting if self._held is None else self._held
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it is in its lasting memory now."""
+        return self._lasting is not None and self.there is self._lasting
 
     def memory(self, whole: bool = False) -> Tensor:
         """Its memory, which is taken if there is none. ``whole``: it is about to be overwritten as a whole."""
-        if self.held is None:
-            self.held = self.there
-        if self.held is None:
+        memory = self.there if self._held is None else self._held
+        if memory is None:
             layout, make = self._flat.layout, torch.empty if whole else torch.zeros
-            self.held = make(layout.shard_numel, dtype=layout.dtype, device=self._flat.master.device)
-            self._left = WeakStorage(self.held)
-        return self.held
+            memory = make(layout.shard_numel, dtype=layout.dtype, device=self._flat.master.device)
+            self._left = WeakStorage(memory)
+        if memory is not self._lasting:
+            self._held = memory
+        return memory
+
+    def move(self) -> None:
+        """Leave the lasting memory, with what is there."""
+        self._held = self.memory().clone()
+        self._left = WeakStorage(self._held)
 
     def parts(self) -> list[Tensor]:
         """Its memory, cut by parameters."""
-        return self._parts or cut(self.memory(), self._flat.slices)
+        memory = self.memory()
+        return self._parts if memory is self._lasting else cut(memory, self._flat.slices)
 
     def leave(self) -> None:
         """Leave memory that comes and goes to those who have a gradient in it."""
-        if not self._lasts:
-            self.held = None
+        self._held = None
 
 
 @dataclass(eq=False, slots=True)
@@ -126,19 +143,16 @@ class Round:
     arrived: set[int] = field(default_factory=set)  # in the running round
     local: set[int] = field(default_factory=set)  # what holds unreduced gradients of earlier micro-steps
     used: set[int] = field(default_factory=set)  # what had a gradient in an earlier round of the running backward
-    further: bool = False  # there was one: the shard holds gradients of some rank
+    kept: set[int] = field(default_factory=set)  # of which the shard has averages that a reduction's result is added to
+    further: bool = False  # there was an earlier round: the shard holds gradients of some rank
     launched: bool = False  # a reduction was started in the running backward
     dirty: bool = False  # gradients arrived that no reduction has taken yet
     plain: bool = False  # gradients only have to be copied: nothing is added to anything
     held: dict[int, TensorWeakRef] = field(default_factory=dict)  # what autograd keeps of those whose parts still come
-    # Where the shard is a part of the full buffer, new gradients overwrite the averages of earlier backwards. Those
-    # wait here, and are added again: the ones in ``carried``.
-    carry: Tensor | None = None
-    carried: set[int] = field(default_factory=set)
     pending: Pending | None = None  # the reduction under way
     direct: bool = False  # what it ends with is in the shard
-    averaging: Pending | None = None  # what makes the shard's averages those of all shard groups
     total: Tensor | None = None  # on the device: what leaves for the host, and is averaged between groups before
+    averaging: Pending | None = None  # what makes the shard's averages those of all shard groups
     leaving: Transfer | None = None  # brings averages to the host, out of the full buffer
 
 
@@ -154,9 +168,6 @@ class GradientBucket:
         collectives: the wire.
         transfers: what brings reduced gradients to ``shard`` where that is on the host; ``None`` where it is not.
         apart: whether the buffer that is claimed is no other unit's for all of the backward.
-
-    A shard parameter's ``.grad`` is the truth about accumulation: ``None`` (after ``zero_grad``) means the next
-    gradient replaces, anything else means it is added, exactly as on an ordinary parameter.
     """
 
     def __init__(
@@ -173,6 +184,7 @@ class GradientBucket:
         self.index = index
         self.unit = unit
         self.flat = flat
+        self._targets = [one.target for one in flat.shards]  # what optimizers step on
         self.shard = GradientShard(flat, shard)
         self.resident = resident
         self._collectives = collectives
@@ -180,10 +192,8 @@ class GradientBucket:
         self.apart = apart
         # Whether a reduction's result can be the shard as it is: nobody has to convert it.
         self._exact = transfers is None and flat.layout.reduce_dtype == flat.layout.dtype
-        self.is_alone = self._exact and resident is None and collectives.world_size == 1
-        lasting = resident if resident is not None else shard if self.is_alone else None
-        self._lasting = None if lasting is None else FlatBuffer.of(lasting, flat.layout)
-        self.room = self._lasting if resident is not None else None
+        self._lasting = None if resident is None else FlatBuffer.of(resident, flat.layout)
+        self.room = self._lasting
         """Where gradients are collected, of the reduce dtype."""
         self.grouped = False
         """Whether the averages in the shard are those of one shard group of several."""
@@ -197,7 +207,7 @@ class GradientBucket:
     @property
     def in_place(self) -> bool:
         """Whether gradients are collected in a buffer of which the shard is this rank's range."""
-        return self._exact and self.resident is not None and self.room is self._lasting
+        return self._exact and self.resident is not None and self.room is self._lasting and self.shard.lasts
 
     @property
     def touched(self) -> bool:
@@ -221,7 +231,7 @@ class GradientBucket:
 
     def still_local(self, position: int) -> bool:
         """Whether unreduced gradients of earlier micro-steps are there and were not cleared by ``zero_grad``."""
-        return position in self.round.local and self._has_grad(position)
+        return position in self.round.local and self._targets[position].grad is not None
 
     def give_buffer(self, room: FlatBuffer | None) -> None:
         """Collect in ``room`` from now on."""
@@ -229,28 +239,18 @@ class GradientBucket:
             self.round.leaving.order()
         self.room, self.round.plain = room, False
 
-    def collect_in_shard(self) -> bool:
-        """Collect where the averages are to be, if no other rank adds to them and nothing is there. Returns whether."""
-        if not self.is_alone or self.round.launched or self._keeps():
-            return False
-        self.give_buffer(self._lasting)
-        return True
-
     def open(self) -> None:
-        """Begin a backward: so that not even the first gradient needs more than to be copied, where that can be."""
+        """Begin a backward: not even the first gradient needs more than to be copied, where that can be."""
         now = self.round
-        now.plain = not (now.dirty or now.held or now.local) and self.collect_in_shard()
+        now.plain = not (self._look() or now.local or now.held)
 
     def add(self, position: int, gradient: Tensor) -> None:
         """Take over a parameter's gradient, of full shape and any floating dtype. Read once."""
         now = self.round
         if self.room is None:
             raise RuntimeError(f"A gradient of unit '{self.unit.name}' arrived before memory for it was claimed.")
-        if not now.dirty and self.in_place:
-            self._save_reduced()
-        again = position in now.arrived or (position in now.local and self._has_grad(position))
-        if now.carry is not None and not (again or now.further or self._has_grad(position)):
-            now.carried.discard(position)
+        if not now.dirty:
+            self._make_way()
         with untracked():
             if gradient.layout is not torch.strided:
                 gradient = gradient.to_dense()
@@ -259,22 +259,24 @@ class GradientBucket:
                 held = now.held.pop(position)()
                 if held is not None and held.data_ptr() != gradient.data_ptr():  # a backward's around this one
                     set_data(held, held.clone())
-            if again:
+            if position in now.arrived or self.still_local(position):
                 view.add_(gradient)
             else:
                 put_gradient(gradient, view)
                 now.local.discard(position)
         now.arrived.add(position)
         now.dirty = True
-        now.plain = not (now.held or now.local or torch.is_grad_enabled()) and now.carry is None
+        now.plain = not (now.held or now.local or torch.is_grad_enabled())
 
     def hold(self, position: int, part: Tensor) -> Tensor:
         """Put the first part of a gradient where that is to be, full shape. Returns it: itself, if it cannot be there.
 
         What is returned may be added to until it arrives.
         """
-        had = self.has_gradient(position) or self.round.launched
-        if self.room is None or had or position in self.round.held:
+        now = self.round
+        if not now.dirty:
+            self._make_way()
+        if self.room is None or self.has_gradient(position) or now.launched or position in now.held:
             return part
         view = self.room.views[position].view(-1)
         if part.dtype != view.dtype and part.dtype.itemsize >= view.dtype.itemsize:
@@ -282,19 +284,21 @@ class GradientBucket:
         with untracked():
             held = view.view(part.dtype)[-part.numel() or None :].view(part.shape)  # at its end, so that it can widen
             held.copy_(part)
-        self.round.held[position], self.round.plain = TensorWeakRef(held), False
+        now.held[position], now.plain = TensorWeakRef(held), False
         return held
 
     def start_round(self) -> None:
         """Make room for gradients that arrive after this backward's reduction was launched."""
-        self.drain()
         now = self.round
-        if now.leaving is not None:
+        if self.in_place and self._collectives.world_size == 1:
+            return  # they are added where they are
+        self.drain()
+        if self.in_place and self.resident is not None:
+            # Not there: some rank may join the averages between groups only at the end of its backward.
+            self.give_buffer(FlatBuffer.of(torch.empty_like(self.resident), self.flat.layout))
+        elif now.leaving is not None:
             now.leaving.order()
-        if now.averaging is not None and self.in_place and self.room is not None:
-            # There, and some rank may join it only at the end of its backward.
-            self.give_buffer(FlatBuffer.of(torch.empty_like(self.room.flat), self.flat.layout))
-        now.plain, now.further = False, True
+        now.plain, now.further, now.kept = False, True, set(range(len(self._targets)))
         now.used |= now.arrived | now.local
         now.arrived.clear()
         now.local.clear()
@@ -310,49 +314,43 @@ class GradientBucket:
             self.settle()
         if self.room is None:
             raise RuntimeError(f"No gradient memory was claimed for unit '{self.unit.name}'.")
+        if not now.dirty:
+            self._make_way()
         full, views, empty = self.room
-        everything = len(now.arrived) == len(views)
-        in_shard = full is self.shard.held
-        if in_shard and now.plain and everything:  # all is there, and nobody else's is to come
-            now.direct, now.launched, now.dirty, now.plain = True, True, False, False
-            return
-        if not now.dirty and not now.local and self.in_place:
-            self._save_reduced()
-        # What was cleared by zero_grad since it was put aside does not come back.
-        if now.carry is not None and not now.further:
-            now.carried = {position for position in now.carried if self._has_grad(position)}
+        now.launched, now.dirty, now.plain = True, False, False
         with untracked():
-            if not everything:
+            if len(now.arrived) < len(views):
                 missing = [i for i in range(len(views)) if i not in now.arrived and not self.still_local(i)]
                 empty = [*(views[position] for position in missing), *empty]
             if empty:
                 foreach_zero(empty)
-            now.direct = in_shard or (self._exact and self.resident is None and not self._keeps())
+            if self._collectives.world_size == 1 and self.in_place:
+                return
+            now.direct = self._exact and not now.kept
             target = self.shard.memory(whole=True) if now.direct else self._collectives.own_range(full)
             what = f"gradients of '{self.unit.plan.name or '(root)'}'"
             now.pending = self._collectives.reduce_scatter(full, target, what, patience, self.index)
             self.grouped = self._collectives.across is not None
             if self.grouped and last:
                 self.average_across()
-        now.launched, now.dirty, now.plain = True, False, False
 
     def drain(self) -> None:
         """Wait for the reduction and add its result to the shard.
 
         On the host it is added in the background, until ``publish``; the full buffer is in use as long.
         """
-        now = self.round
-        if now.pending is None:
+        now, pending = self.round, self.round.pending
+        if pending is None:
             return
+        now.pending = None
         if self.transfers is not None and not now.direct:
             copies = self._additions() if now.total is None else [Copy(now.total, self.shard.memory())]
-            now.leaving, now.pending = self.transfers.out(copies, now.pending), None
+            now.leaving = self.transfers.out(copies, pending)
             return
-        now.pending.wait()
-        now.pending = None
+        pending.wait()
         if not now.direct:
             with untracked():
-                self._bring(self._additions())
+                _run(self._additions())
 
     def average_across(self) -> None:
         """Make averages of a shard group those of all ranks, behind the reduction under way, until ``settle``.
@@ -360,19 +358,25 @@ class GradientBucket:
         Collective: every rank, in one order.
         """
         self.settle()  # an earlier round
-        now = self.round
-        copies: list[Copy] = []
+        now, what, copies = self.round, f"gradients of '{self.unit.name}'", list[Copy]()
         if self.transfers is not None and self.transfers.beside:
-            now.total = self._room_beside()
-            copies = [Copy(self.shard.memory(), now.total)] if now.pending is None or self._keeps() else []
+            # The wire of an accelerator does not reach the host, where micro-steps add up: that sum is made on the
+            # device, in what the other ranks have reduced of the full buffer, if that is of its dtype.
+            layout, room = self.flat.layout, self.room
+            if room is None or room.flat.dtype != layout.dtype:
+                now.total = torch.empty(layout.shard_numel, dtype=layout.dtype, device=self._collectives.device)
+            else:
+                first = 0 if self._collectives.rank else layout.shard_numel
+                now.total = room.flat.narrow(0, first, layout.shard_numel)
+            copies += [Copy(self.shard.memory(), now.total)] if now.pending is None or now.kept else []
         if now.pending is not None and not now.direct:
             # What is added to what is decided here, and not when some thread comes to it.
             copies += self._additions(now.total)
-            now.pending.then(partial(self._bring, copies))
-        elif copies:
+            now.pending.then(partial(_run, copies))
+        else:
             with untracked():
-                self._bring(copies)
-        shard, what = self.shard.memory() if now.total is None else now.total, f"gradients of '{self.unit.name}'"
+                _run(copies)
+        shard = self.shard.memory() if now.total is None else now.total
         reduced, averaging = self._collectives.average_across(shard, what, now.pending, self.index)
         now.pending, now.averaging = (reduced, averaging) if now.total is None else (averaging, None)
         self.grouped, now.direct = False, now.total is None
@@ -393,104 +397,85 @@ class GradientBucket:
         """
         if self.round.averaging is not None or self.round.leaving is not None:
             self.settle()
-        for position, (one, part) in enumerate(zip(self.flat.shards, self.shard.parts(), strict=True)):
-            parameter = one.parameter
-            if parameter is None or position not in used:
-                continue
-            if parameter.grad is None or parameter.grad.data_ptr() != part.data_ptr():
-                parameter.grad = part
+        for position, (target, part) in enumerate(zip(self._targets, self.shard.parts(), strict=True)):
+            if position in used and (target.grad is None or target.grad.data_ptr() != part.data_ptr()):
+                target.grad = part
                 self.shard.numbers[position] += 1
         self.reset()
 
     def keep_local(self) -> None:
         """End a micro-step without a reduction: full gradients stay, the optimizer sees this rank's part."""
-        now = self.round
+        now, parts = self.round, self.shard.parts()
         if self.room is None:
             return
-        now.plain = False
-        parts = self.shard.parts()
-        with untracked():
+        new = now.arrived - now.kept
+        if not self.in_place:
             own = self._collectives.own_range(self.room.flat)
-            arrived = [Copy(own, self.shard.memory())]
-            if len(now.arrived) < len(parts):
-                own_parts = cut(own, self.flat.slices)
-                arrived = [Copy(own_parts[position], parts[position]) for position in now.arrived]
-            if self.transfers is not None:
-                self.transfers.out(arrived).wait()
-            elif not self.in_place:
-                self._bring(arrived)
-        for position in now.arrived:
+            pieces = cut(own, self.flat.slices)
+            copies = [Copy(pieces[position], parts[position]) for position in new]
+            if len(new) == len(parts):
+                copies = [Copy(own, self.shard.memory())]
+            with untracked():
+                _run(copies) if self.transfers is None else self.transfers.out(copies).wait()
+        for position in new:
             self._show(position, parts[position])
+        now.plain = now.dirty = False
         now.local |= now.arrived
         now.arrived.clear()
 
     def reset(self) -> None:
         """Forget the backward, not the gradients."""
         self.round = Round()
-        self.room = None if self.resident is None else self._lasting
+        self.room = self._lasting
         self.shard.leave()
 
-    def _has_grad(self, position: int) -> bool:
-        parameter = self.flat.shards[position].parameter
-        return parameter is not None and parameter.grad is not None
-
     def _show(self, position: int, part: Tensor) -> None:
-        parameter = self.flat.shards[position].parameter
-        if parameter is not None:
-            parameter.grad = part
+        self._targets[position].grad = part
         self.shard.numbers[position] += 1
 
-    def _save_reduced(self) -> None:
+    def _look(self) -> bool:
+        """Note what is kept, and return whether anything is: see [Note: averages that stay]."""
         now = self.round
-        if now.carry is not None or now.local or self.room is None:
+        if not now.further:
+            known, now.kept = now.kept, set()
+            for position, target in enumerate(self._targets):
+                if target.grad is not None and (position in known or not now.local):  # user code may have cleared it
+                    now.kept.add(position)
+        return bool(now.kept)
+
+    def _make_way(self) -> None:
+        """Let nothing that is kept be where gradients are collected."""
+        if not self._look() or not self.in_place:
             return
-        kept = {position for position in range(len(self.flat.shards)) if now.further or self._has_grad(position)}
-        if kept:
-            with untracked():
-                now.carry, now.carried = self._collectives.own_range(self.room.flat).clone(), kept
-
-    def _bring(self, copies: Sequence[Copy]) -> None:
-        """Let the shard hold what was reduced, and what that is added to."""
-        if self.in_place and self.round.carry is not None:
-            saved, self.round.carry = cut(self.round.carry, self.flat.slices), None
-            for position, part in enumerate(self.shard.parts()):
-                if position in self.round.carried:
-                    part.add_(saved[position])
-        for source, target, add in copies:
-            if add:
-                target.add_(source)
-            else:
-                target.copy_(source, non_blocking=True)  # where one is on the host, nobody writes to it meanwhile
-
-    def _room_beside(self) -> Tensor:
-        """Memory of the device for the shard: of the full buffer, what the other ranks have reduced."""
-        layout = self.flat.layout
-        if self.room is None or self.room.flat.dtype != layout.dtype:
-            return torch.empty(layout.shard_numel, dtype=layout.dtype, device=self._collectives.device)
-        return self.room.flat.narrow(0, 0 if self._collectives.rank else layout.shard_numel, layout.shard_numel)
-
-    def _keeps(self) -> list[int]:
-        """The parameters of which the shard holds something that a reduction's result is added to."""
         now = self.round
-        return [
-            position
-            for position, one in enumerate(self.flat.shards)
-            if now.further
-            or (one.parameter is not None and one.parameter.grad is not None and position not in now.local)
-        ]
+        if self._collectives.world_size == 1:
+            now.local |= now.kept
+            now.kept.clear()
+            return
+        with untracked():
+            self.shard.move()
+        parts = self.shard.parts()
+        for position in now.kept:
+            self._show(position, parts[position])
 
     def _additions(self, total: Tensor | None = None) -> list[Copy]:
-        """How a reduction's result gets into the shard, or ``total``: added to what is there, or instead of it."""
-        if self.in_place:
-            return []
+        """How a reduction's result gets into the shard, or ``total``: added to what is kept there, or instead of it."""
         if self.room is None:
             raise RuntimeError(f"Unit '{self.unit.name}' has no memory with reduced gradients.")
-        keeps, result = self._keeps(), self._collectives.own_range(self.room.flat)
-        target = self.shard.memory(whole=not keeps) if total is None else total
-        if not keeps or len(keeps) == len(self.flat.shards):
-            return [Copy(result, target, bool(keeps))]
+        kept, result = self.round.kept, self._collectives.own_range(self.room.flat)
+        target = self.shard.memory(whole=not kept) if total is None else total
+        if not kept or len(kept) == len(self._targets):
+            return [Copy(result, target, bool(kept))]
         pairs = enumerate(zip(cut(result, self.flat.slices), cut(target, self.flat.slices), strict=True))
-        return [Copy(piece, part, position in keeps) for position, (piece, part) in pairs]
+        return [Copy(piece, part, position in kept) for position, (piece, part) in pairs]
+
+
+def _run(copies: Sequence[Copy]) -> None:
+    for source, target, add in copies:
+        if add:
+            target.add_(source)
+        else:
+            target.copy_(source, non_blocking=True)  # where one is on the host, nobody writes to it meanwhile
 
 
 def report_width(buckets: int) -> int:
@@ -524,17 +509,23 @@ class GradientReducer:
     def __init__(self, buckets: Sequence[GradientBucket], means: Means, forwards: bool = False) -> None:
         self.buckets = tuple(buckets)
         self._means = means
-        self._plan_order = tuple(reversed(range(len(self.buckets))) if forwards else range(len(self.buckets)))
+        self._plan_order = tuple(range(len(self.buckets)))[:: -1 if forwards else 1]
         self._orders: dict[str, tuple[int, ...]] = {}
         self._unlike: set[str] = set()  # backwards in which a rank joined a reduction late once
         self._running = _Backward(order=self._plan_order)
-        self._siblings: dict[int, list[GradientBucket]] = {}
+        self._siblings: defaultdict[int, list[GradientBucket]] = defaultdict(list)  # by unit
+        self._guests: defaultdict[int, list[GradientBucket]] = defaultdict(list)  # those without memory of their own
         for bucket in self.buckets:
-            self._siblings.setdefault(bucket.unit.plan.index, []).append(bucket)
+            self._siblings[bucket.unit.plan.index].append(bucket)
+            if bucket.resident is None:
+                self._guests[bucket.unit.plan.index].append(bucket)
         self._taken: dict[Hashable, tuple[int, Buffer]] = {}  # by place: which unit collects there, and where
         self._further: list[Buffer] = []  # for units whose place was taken
-        self.holds_local = False
+
+    @property
+    def holds_local(self) -> bool:
         """Whether there are gradients that were never reduced over all ranks, because more micro-steps are to come."""
+        return True in [bucket.grouped or bool(bucket.round.local) for bucket in self.buckets]
 
     @property
     def units(self) -> list[int]:
@@ -552,7 +543,7 @@ class GradientReducer:
         patience = 0.0 if name in self._unlike else PATIENCE_SECONDS
         self._running = _Backward(name, self._orders.get(name, self._plan_order), last, patience)
         for bucket in self.buckets:
-            if bucket.is_alone:
+            if bucket.resident is not None:
                 bucket.open()
 
     def arrive(self, bucket: GradientBucket, position: int, gradient: Tensor, reduce: bool) -> None:
@@ -563,7 +554,7 @@ class GradientReducer:
         again = bucket.round.launched and not bucket.round.dirty
         if again:
             bucket.start_round()
-        if bucket.room is None or (again and bucket.resident is None):
+        if bucket.room is None or again:
             self._claim(bucket)
         bucket.add(position, gradient)
         if reduce and len(bucket.round.arrived) == len(bucket.flat.parameters) and bucket.unit.outstanding == 0:
@@ -579,12 +570,12 @@ class GradientReducer:
 
     def finish_unit(self, unit: int) -> None:
         """Note that a unit gets no more gradients in this backward, as far as can be told, and launch what may go."""
-        waiting = [bucket for bucket in self._siblings.get(unit, ()) if bucket.round.dirty]
+        waiting = [bucket for bucket in self._siblings[unit] if bucket.round.dirty]
         if waiting or self._running.leaving:
             self.finish(waiting)
 
     def finish(self, buckets: Sequence[GradientBucket]) -> None:
-        """Note that these get no more gradients in this backward, as far as can be told, and launch what may go."""
+        """The same of some buckets."""
         running = self._running
         for bucket in buckets:
             now = bucket.round
@@ -610,7 +601,7 @@ class GradientReducer:
             count = len(bucket.flat.parameters)
             flags.append(len(bucket.round.arrived) == count or all(map(bucket.has_gradient, range(count))))
         flags += [bucket.round.launched and bucket.round.dirty for bucket in self.buckets]
-        bits = sum(1 << index for index, flag in enumerate(flags) if flag)
+        bits = sum([1 << index for index, flag in enumerate(flags) if flag])
         return [bits >> start & (1 << _BITS) - 1 for start in range(0, len(flags), _BITS)]
 
     def close(self, rows: Sequence[Sequence[int]]) -> None:
@@ -636,8 +627,7 @@ class GradientReducer:
                 bucket.average_across()
         for bucket in self.buckets:
             if bucket.round.pending is not None:
-                with self._span(Phase.WAIT_REDUCE, bucket):
-                    bucket.drain()
+                self._drain(bucket)
         used = self._agree_used(touched, complete)
         self._remember_order(touched)
         for bucket in self.buckets:
@@ -650,15 +640,12 @@ class GradientReducer:
                 bucket.settle()  # what it had of earlier micro-steps may have been averaged now
                 bucket.reset()
         self._give_back()
-        self.holds_local = True in [bucket.grouped for bucket in self.buckets]
 
     def keep_local(self) -> None:
         """End a backward without reducing; gradients stay where they are."""
         for bucket in self.buckets:
             if bucket.touched:
                 bucket.keep_local()
-                self.holds_local = True
-            bucket.round.dirty = False
 
     def abandon(self) -> list[Pending]:
         """Drop the running backward and all accumulated gradients after an error.
@@ -671,11 +658,9 @@ class GradientReducer:
             bucket.reset()
             bucket.grouped = False
             for shard in bucket.flat.shards:
-                if shard.parameter is not None:
-                    shard.parameter.grad = None
+                shard.target.grad = None
         self._running.leaving.clear()
         self._give_back()
-        self.holds_local = False
         return orphans
 
     def _launch(self, bucket: GradientBucket) -> None:
@@ -684,34 +669,36 @@ class GradientReducer:
         with self._span(Phase.REDUCE, bucket):
             bucket.launch(self._running.patience, self._running.last)
 
+    def _drain(self, bucket: GradientBucket) -> None:
+        if bucket.round.pending is not None:
+            with self._span(Phase.WAIT_REDUCE, bucket):
+                bucket.drain()
+
     def _span(self, phase: Phase, bucket: GradientBucket) -> AbstractContextManager[None]:
         return self._means.spans.of(phase, bucket.unit.name, bucket.nbytes) if self._means.spans.heard else _NOTHING
 
     def _claim(self, bucket: GradientBucket) -> None:
         """Give a unit's buckets memory: that of their place, or more of it while another unit still collects there."""
-        if bucket.resident is not None or (bucket.is_alone and bucket.collect_in_shard()):
+        if bucket.resident is not None:
             return
-        unit = bucket.unit
-        group, place = self._siblings[unit.plan.index], ("gradients", unit.plan.gradient_slot)
-        holder, buffer = self._taken.get(place, (unit.plan.index, None))
-        if buffer is not None and holder != unit.plan.index:
-            holders = self._siblings[holder]
-            busy = [one for one in holders if one.round.dirty or (not one.round.launched and one.touched)]
-            if not busy and self._drainable(holders):
+        index, pool, place = bucket.unit.plan.index, self._means.pool, ("gradients", bucket.unit.plan.gradient_slot)
+        group = self._guests[index]
+        holder, buffer = self._taken.get(place, (index, None))
+        if buffer is not None and holder != index:
+            holders = self._guests[holder]
+            if self._free(holders):
                 for other in holders:
-                    if other.round.pending is not None:
-                        with self._span(Phase.WAIT_REDUCE, other):
-                            other.drain()
+                    self._drain(other)
                     other.give_buffer(None)
-                self._means.pool.give(buffer)
+                pool.give(buffer)
                 del self._taken[place]
                 buffer = None
             else:
-                buffer = self._means.pool.take(place, lent=True)
+                buffer = pool.take(place, lent=True)
                 self._further.append(buffer)
         if buffer is None:
-            buffer = self._means.pool.take(place, lent=True)
-            self._taken[place] = unit.plan.index, buffer
+            buffer = pool.take(place, lent=True)
+            self._taken[place] = index, buffer
 
         def rooms(memory: Tensor) -> tuple[list[FlatBuffer], int]:
             layouts = [member.flat.layout for member in group]
@@ -719,15 +706,17 @@ class GradientReducer:
             rooms = [FlatBuffer.of(flat, layout) for flat, layout in zip(flats, layouts, strict=True)]
             return rooms, sum(1 + len(room.views) + len(room.gaps) for room in rooms)
 
-        found: list[FlatBuffer] = buffer.made.get(unit.plan.index) or buffer.keep(unit.plan.index, rooms)
+        found: list[FlatBuffer] = buffer.made.get(index) or buffer.keep(index, rooms)
         for member, room in zip(group, found, strict=True):
             if member.room is None or not member.round.dirty:
                 if member.round.pending is not None:
                     member.drain()
                 member.give_buffer(room)
 
-    def _drainable(self, holders: Sequence[GradientBucket]) -> bool:
-        """Whether reductions are done soon. If not, other ranks may be waiting for this one: then take other memory."""
+    def _free(self, holders: Sequence[GradientBucket]) -> bool:
+        """Whether these are done with their memory, or soon are: else other ranks may be waiting for this one."""
+        if True in [one.round.dirty or (not one.round.launched and one.touched) for one in holders]:
+            return False
         if False not in [holder.drainable(0.0) for holder in holders]:
             return True
         with self._means.spans.of(Phase.WAIT_REDUCE, holders[0].unit.name, sum(holder.nbytes for holder in holders)):

@@ -554,4 +554,3 @@ def _beside(engine: ZeroEngine) -> Iterator[Tensor | None]:
     if engine._reducer is not None:
         for bucket in engine._reducer.buckets:
             yield None if bucket.room is None else bucket.room.flat
-            yield bucket.round.carry
