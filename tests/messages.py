@@ -16,23 +16,13 @@ __all__ = ["first_words", "messages", "page"]
 
 ROOT = Path(__file__).parents[1]
 OURS = [name for name in errors.__all__ if inspect.isclass(getattr(errors, name)) and name != "ZeroError"]
-OTHERS = {
-    "ValueError": "A setting, argument or value that cannot be: the message says what was expected and what was found.",
-    "TypeError": "Something of a kind that cannot be used there.",
-    "RuntimeError": "Something at the wrong time: the message says what has to come before it, or after it.",
-    "OSError": "Files and folders. Also `FileExistsError`, `FileNotFoundError` and `IsADirectoryError`.",
-    "MemoryError": "There is not as much memory as was asked for.",
-}
-_OSERRORS = ("FileExistsError", "FileNotFoundError", "IsADirectoryError")
 _WORDS = 20  # of a message, at most, on the page
-_HEAD = """# Messages of errors
+_HEAD = """# Messages by class
 
-The first words of every error that the package raises, by its class. What stands as `...` is filled in: a name, a rank,
-a number. Where there is more to say than the message does, a link goes to [troubleshooting](troubleshooting.md).
-
-The package's own classes come first: `lightning_zero.errors.ZeroError` is the base of them all, and the traceback of
-each ends with the address of its section on this page. Settings, and calls in a wrong order, raise Python's own
-classes, which have no address: their messages say themselves what to write instead.
+The traceback of each of this package's errors ends with the address of its section here. `ZeroError` is the base class.
+The list has the first words of each message, with `...` for a name, a rank or a number, and a link where
+[troubleshooting](troubleshooting.md) says more. Wrong settings and calls in a wrong order raise Python's own classes
+(`ValueError`, `TypeError`, `RuntimeError`), whose messages say what to write instead.
 
 `python -m tests.messages --page` writes this page, from the code that raises them.
 """
@@ -44,8 +34,7 @@ def messages() -> dict[str, set[str]]:
     for file in sorted((ROOT / "lightning_zero").rglob("*.py")):
         for function, call in _calls(ast.parse(file.read_text(encoding="utf-8"))):
             name = call.func.id if isinstance(call.func, ast.Name) else ""
-            name = "OSError" if name in _OSERRORS else name
-            if name in OURS or name in OTHERS:
+            if name in OURS:
                 texts = (text for argument in call.args for text in _texts(argument, function))
                 found[name] |= {words for text in texts if (words := first_words(text))}
     return dict(found)
@@ -67,9 +56,8 @@ def page() -> str:
         r"^### `(.+)`$", (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE
     )
     found, parts = messages(), [_HEAD]
-    for name in (*OURS, *OTHERS):
-        about = OTHERS.get(name) or _about(getattr(errors, name).__doc__)
-        parts += [f"## {name}\n", f"{about}\n"]
+    for name in OURS:
+        parts += [f"## {name}\n", f"{_about(getattr(errors, name).__doc__)}\n"]
         for words in sorted(found[name], key=lambda words: (re.sub(r"\W", "", words).lower(), words)):
             heading = next((one for one in explained if _core(one) in words or _core(words) in one), None)
             more = f" ([more](troubleshooting.md#{_slug(heading)}))" if heading else ""

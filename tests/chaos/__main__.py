@@ -43,7 +43,7 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.page is not None:
         text = page.text(page.read(asked.page))
-        (Path(__file__).parents[2] / "docs" / "faults.md").write_text(text, encoding="utf-8")
+        (Path(__file__).parent / "faults.md").write_text(text, encoding="utf-8")
         return 0
     asked.record.unlink(missing_ok=True)
     asked.record.touch()

@@ -52,7 +52,7 @@ def test_a_fault(case: Case) -> None:
 
 
 def test_the_page_has_a_line_for_each_kind() -> None:
-    text = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parent / "faults.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| ([^|]+) \| \d", text, re.MULTILINE) == list(FAULTS), "python -m tests.chaos --page RECORD"
 
 
