@@ -127,8 +127,7 @@ class UnitBuilder:
         for spec in plan.parameters:
             for name in (spec.name, *spec.aliases):
                 owner, _, key = name.rpartition(".")
-                holder = vars(self._module.get_submodule(owner))
-                unit.holders.append((holder, key, name, self._parameters[spec.name]))
+                unit.holders.append((self._module.get_submodule(owner), key, name, self._parameters[spec.name]))
         return unit
 
     def _flat(

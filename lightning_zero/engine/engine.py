@@ -653,7 +653,7 @@ class ZeroEngine:
         lost, self.progress.lost = self.progress.lost, ""
         if lost:
             raise ParameterAccessError(lost)
-        if self._schedule.is_open:
+        if self._schedule.order.is_open:
             self._schedule.close()
 
     def _finish(self, unit: ShardedUnit) -> None:

@@ -37,6 +37,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_zero._torch import compiler_of_frames, in_function_transform, is_tracing
 from lightning_zero.comm import raising
@@ -46,7 +47,7 @@ from lightning_zero.engine.agreement import Agreement, Means
 from lightning_zero.engine.events import Phase
 from lightning_zero.engine.guard import SavedTensorGuard
 from lightning_zero.engine.hooks import EngineHooks
-from lightning_zero.engine.unit import ShardedUnit, Unit
+from lightning_zero.engine.unit import REPORT, ShardedUnit, Unit
 from lightning_zero.errors import OffloadError, ParameterAccessError, some
 from lightning_zero.plan import Plan
 
@@ -170,10 +171,7 @@ class UnitOrder:
 
     def _running(self) -> _Phase:
         if self._phase is None:
-            raise RuntimeError(
-                "A unit was needed outside of a forward or backward the engine knows of. This is an error in "
-                "lightning_zero itself; please report it with the model that shows it."
-            )
+            raise RuntimeError(f"A unit was needed outside of a forward or backward the engine knows of. {REPORT}")
         return self._phase
 
     def _issue_next(self, phase: _Phase, uses: tuple[int, ...]) -> None:
@@ -249,12 +247,7 @@ class UnitSchedule:
         """Whether shards are worth fetching ahead of their gather."""
         self.guard = SavedTensorGuard(means.pool, restore, means.tiers.streams)
         places = [unit.place if isinstance(unit, ShardedUnit) else None for unit in units]
-        self._order = UnitOrder(means.agreement, places, self, plan.prefetch)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a phase is running."""
-        return self._order.is_open
+        self.order = UnitOrder(means.agreement, places, self, plan.prefetch)
 
     # ------------------------------------------------------------------ a phase
 
@@ -267,7 +260,7 @@ class UnitSchedule:
         """
         if not self.sharded:
             return
-        self._order.open(name, place)
+        self.order.open(name, place)
         self._amid = amid
         self._changed()
         for unit in (*self._staying, *self._joined):
@@ -275,7 +268,7 @@ class UnitSchedule:
 
     def unshard(self, unit: ShardedUnit, ahead: bool = True) -> None:
         """Make a unit whole, show its values in the user's parameters, and keep them there until ``reshard``."""
-        self._order.need(unit.plan.index, ahead)
+        self.order.need(unit.plan.index, ahead)
         if self._means.spans.heard and not all(handle.done for handle in unit.pending):
             with self._means.spans.of(Phase.WAIT_GATHER, unit.name, unit.nbytes):
                 unit.wait()
@@ -283,13 +276,13 @@ class UnitSchedule:
 
     def reshard(self, unit: ShardedUnit) -> None:
         """Take back one ``unshard``; the last one lets the memory be used by another unit."""
-        if unit.unbind(self._means.tiers.streams) and self._order.last.get(unit.place) != unit.plan.index:
+        if unit.unbind(self._means.tiers.streams) and self.order.last.get(unit.place) != unit.plan.index:
             unit.release()  # another unit was gathered for its place meanwhile
 
     def bring(self, unit: ShardedUnit) -> bool:
         """Have a unit's full parameters in memory. Returns whether they stay until it is let go."""
         if not unit.resident:
-            self._order.need(unit.index)
+            self.order.need(unit.index)
         with self._means.spans.of(Phase.WAIT_GATHER, unit.name, unit.nbytes) if unit.pending else _NOTHING:
             unit.wait()
         return unit.pins > 0
@@ -304,7 +297,7 @@ class UnitSchedule:
             if unit.pins:
                 self.reshard(unit)
         told = [int(self._failure is not None), writes.digest, int(bool(self._joined)), *values]
-        rows, change, _ = self._order.close(told)
+        rows, change, _ = self.order.close(told)
         for unit in self.sharded.values() if self._means.tiers.streams.beside else ():
             unit.wait()  # also if nobody used it: its gather reads the shard, which may be written from here on
         if 1 in [row[0] for row in rows]:
@@ -332,7 +325,7 @@ class UnitSchedule:
             unit.abandon()
         self._means.pool.used.clear()
         self._failure = None
-        self._order.abandon()
+        self.order.abandon()
 
     # ------------------------------------------------------------ between phases
 
@@ -351,7 +344,7 @@ class UnitSchedule:
                 unit.release()
         if changed:
             self._means.pool.warn_of_kept(changed)
-            self._order.forget({unit.index for unit in changed})
+            self.order.forget({unit.index for unit in changed})
         self._means.tiers.forget()
 
     def vacate(self) -> None:
@@ -365,7 +358,7 @@ class UnitSchedule:
             if unit.storage is not None and not unit.pins:
                 unit.release()
         if self._trained:
-            self._order.forget(self._trained)
+            self.order.forget(self._trained)
         self._means.pool.trim()
 
     def _changed(self) -> None:
@@ -380,13 +373,10 @@ class UnitSchedule:
         than a forward (``torch.func.functional_call``). In the root it goes untrained, as under DDP."""
         for unit in self.sharded.values():
             for owner, key, name, parameter in unit.holders if unit.plan.module else ():
-                if owner["_parameters"].get(key) is parameter:
+                if owner._parameters.get(key) is parameter:
                     continue
                 # `torch.nn.utils.prune` and `register_parametrization` put it elsewhere, and take it back.
-                inside = [
-                    part for child in owner["_modules"].values() if child is not None for part in child.parameters()
-                ]
-                if not any(part is parameter for part in (*owner["_parameters"].values(), *inside)):
+                if not any(other is parameter for other in nn.Module.parameters(owner)):
                     raise ParameterAccessError(
                         f"Parameter '{name}' of unit '{unit.name}' was replaced by another object after set-up "
                         "(load_state_dict(assign=True), a re-assigned attribute, or a re-tied weight). Change its "
@@ -401,7 +391,7 @@ class UnitSchedule:
         Not in code that is compiled, traced or transformed.
         """
         watched = compiler_of_frames() is not None or is_tracing() or in_function_transform()
-        if watched or not self.is_open:
+        if watched or not self.order.is_open:
             return
         if unit not in self._staying and unit not in self._joined:
             self._joined[unit] = parameter
@@ -420,7 +410,7 @@ class UnitSchedule:
             unit.release()
             unit.place = ("parameters", unit.index, "apart")
             self._means.pool.sizes[unit.place] = unit.plan.slot_nbytes
-            self._order.set_apart(unit.index, unit.place)
+            self.order.set_apart(unit.index, unit.place)
         self._staying += joining
         self._joined = {unit: name for unit, name in self._joined.items() if unit not in self._staying}
         if joining:
@@ -440,7 +430,7 @@ class UnitSchedule:
     def issue(self, index: int) -> None:
         """Start a unit's gather, into the buffer of its place."""
         unit = self.sharded[index]
-        before = self.sharded.get(self._order.last.get(unit.place, -1))
+        before = self.sharded.get(self.order.last.get(unit.place, -1))
         if before is not None and before is not unit and not before.pins:
             before.release()
         stays = unit in self._staying
@@ -464,5 +454,5 @@ class UnitSchedule:
     def may_take(self, index: int) -> bool:
         """Whether a unit may be gathered into the buffer of its place."""
         unit = self.sharded[index]
-        before = self.sharded.get(self._order.last.get(unit.place, -1))
+        before = self.sharded.get(self.order.last.get(unit.place, -1))
         return not unit.pins and (before is None or not before.pins)

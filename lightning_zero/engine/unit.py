@@ -30,10 +30,12 @@ from lightning_zero.shards.binding import (
 )
 from lightning_zero.shards.slice import FlatParameters, checksum, views_of
 
-__all__ = ["ReplicatedUnit", "SavedPlace", "ShardedUnit", "Unit"]
+__all__ = ["REPORT", "ReplicatedUnit", "SavedPlace", "ShardedUnit", "Unit"]
 
 SavedPlace = tuple[Any, torch.Size, tuple[int, ...], torch.dtype]
 """What of a buffer a tensor shows: first element, shape, strides, and dtype."""
+
+REPORT = "This is an error in lightning_zero itself; please report it with the model that shows it."
 
 _NOTHING = nullcontext()
 
@@ -190,8 +192,8 @@ class ShardedUnit(Unit):
         super().__init__(plan, flats)
         self.place: Hashable = ("parameters", plan.slot)
         """What it takes a buffer for."""
-        self.holders: list[tuple[dict[str, Any], str, str, nn.Parameter]] = []
-        """Where each parameter is an attribute: the module's ``vars``, the name there, and the full one."""
+        self.holders: list[tuple[nn.Module, str, str, nn.Parameter]] = []
+        """Where each parameter is an attribute: the module, the name there, and the full one."""
         self.storage: Buffer | None = None  # where the full parameters are
         self.pending: list[Pending] = []  # transfers that still write there
         self.pins = 0  # who computes with them
@@ -268,10 +270,8 @@ class ShardedUnit(Unit):
         for handle in self.pending:
             handle.wait()
         self.pending = []
-        if self.storage is None:
-            self._refuse("be bound")
         self.pins += 1
-        if self.pins == 1 and not self.held:
+        if self.pins == 1 and not self.held and self.storage is not None:  # as after every gather
             show(self.storage.made[self.plan.index][1])
 
     def unbind(self, streams: Streams) -> bool:
@@ -297,7 +297,7 @@ class ShardedUnit(Unit):
         if self.storage is None:
             return
         if self.pins:
-            self._refuse(f"give its buffer back ({self.pins} pins)")
+            raise RuntimeError(f"Unit '{self.name}' cannot give its buffer back ({self.pins} pins). {REPORT}")
         if self.pending:
             self.wait()
         self.storage.pool.give(self.storage)
@@ -313,7 +313,7 @@ class ShardedUnit(Unit):
     def view_at(self, place: SavedPlace) -> Tensor:
         """What autograd has saved as ``place``, where the full parameters are now."""
         if self.storage is None:
-            self._refuse("be read")
+            raise RuntimeError(f"The weights of unit '{self.name}' cannot be read. {REPORT}")
         found: Tensor | None = self.storage.made.get(place)
         if found is not None:
             return found
@@ -343,9 +343,3 @@ class ShardedUnit(Unit):
         buffers = carve(memory, layouts, [layout.compute_dtype for layout in layouts])
         bound = self._bindings(buffers)
         return (buffers, bound), len(buffers) + len(bound)
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise RuntimeError(
-            f"Unit '{self.name}' cannot {what}. This is an error in lightning_zero itself; please report it with the "
-            "model that shows it."
-        )
