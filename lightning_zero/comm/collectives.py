@@ -43,16 +43,14 @@ class Pending:
 
     Args:
         what: what is carried, for error messages.
-        rank: this rank, for error messages.
         event: device-side event after which the result may be used.
         keep: tensors the transport still reads or writes.
     """
 
     def __init__(
-        self, what: str, rank: int, event: Event = None, streams: Streams | None = None, keep: Sequence[Tensor] = ()
+        self, what: str, event: Event = None, streams: Streams | None = None, keep: Sequence[Tensor] = ()
     ) -> None:
         self.what = what
-        self._rank = rank
         self._event = event
         self._streams = streams
         self._keep = keep
@@ -161,7 +159,6 @@ class Collectives(ABC):
         self,
         buffer: Tensor,
         what: str,
-        after: Event = None,
         source: Tensor | None = None,
         version: int | None = None,
         content: Content = None,
@@ -171,7 +168,6 @@ class Collectives(ABC):
         Args:
             buffer: this rank's shard already stands in its own range, unless there is a ``source``. Written.
             what: what it carries, for people; the same on every rank.
-            after: device-side event the transfer has to wait for; ``None``: everything issued so far.
             source: this rank's shard, where it is not in the buffer yet; of any dtype. May not change before the wait
                 has returned.
             version: of the source; alike on all ranks, and never less than before. With one, the source may not change
@@ -182,7 +178,7 @@ class Collectives(ABC):
         """
         if self.observers:
             self._observe("all_gather", what, buffer)
-        return self._all_gather(buffer, what, after, source, version, content)
+        return self._all_gather(buffer, what, source, version, content)
 
     def reduce_scatter(
         self, bucket: Tensor, shard: Tensor, what: str, patience: float = PATIENCE_SECONDS, key: Hashable = None
@@ -233,13 +229,9 @@ class Collectives(ABC):
         with untracked():
             return torch.zeros(numel, dtype=dtype, device=device)
 
-    def allocate_gathered(self, nbytes: int, device: torch.device) -> Tensor:
-        """Bytes for what gathers complete: any content."""
-        with untracked():
-            return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-    def lend(self, nbytes: int) -> Tensor | None:
-        """Bytes that others can read where they are. ``None`` where it makes no difference. Local."""
+    def lend(self, nbytes: int, gathered: bool = False) -> Tensor | None:
+        """Bytes that others can read where they are: what is reduced, or what is ``gathered``. ``None`` where that
+        makes no difference. Local."""
         return None
 
     def freeze(self, memory: Sequence[Tensor]) -> None:  # noqa: B027
@@ -296,7 +288,7 @@ class LocalCollectives(Collectives):
     def __init__(self, streams: Streams | None = None) -> None:
         super().__init__(rank=0, world_size=1, device=None if streams is None else streams.device)
         self._streams = streams if streams is not None and streams.beside else None
-        self._nothing = Pending("nothing", 0)  # the same for every call on the host: there is nothing to wait for
+        self._nothing = Pending("nothing")  # the same for every call on the host: there is nothing to wait for
         self._nothing.wait()
         self.gathers_at_once = self._streams is None
 
@@ -307,7 +299,7 @@ class LocalCollectives(Collectives):
         return numbers
 
     def _all_gather(
-        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, content: Content
+        self, buffer: Tensor, what: str, source: Tensor | None, version: int | None, content: Content
     ) -> Pending:
         if source is not None:
             buffer.copy_(source)
@@ -330,4 +322,4 @@ class LocalCollectives(Collectives):
     def _over(self, what: str) -> Pending:
         if self._streams is None:
             return self._nothing
-        return Pending(what, 0, event=self._streams.mark(), streams=self._streams)
+        return Pending(what, self._streams.mark(), self._streams)

@@ -38,7 +38,7 @@ from lightning_zero._torch import all_gather_single, reduce_scatter_single, untr
 from lightning_zero.comm.collectives import Collectives, Content, LocalCollectives, Pending
 from lightning_zero.comm.control import ABOUT_GRADIENTS, LOOK_SECONDS, naming_failures, passed_on, verdict
 from lightning_zero.comm.groups import Groups, connections, places_by_host
-from lightning_zero.comm.streams import Event, Streams
+from lightning_zero.comm.streams import Streams
 from lightning_zero.config import Compression, Placement
 from lightning_zero.registry import extension, installed
 
@@ -128,12 +128,12 @@ class NativeCollectives(Collectives):
 
     def _behind(self, what: str, keep: Sequence[Tensor] = ()) -> Pending:
         """A transfer that ends with what was issued so far on the current stream."""
-        return Pending(what, self.groups.control.rank, event=self.streams.mark(), streams=self.streams, keep=keep)
+        return Pending(what, self.streams.mark(), self.streams, keep)
 
     def _all_gather(
-        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, content: Content
+        self, buffer: Tensor, what: str, source: Tensor | None, version: int | None, content: Content
     ) -> Pending:
-        with self.streams.gathering(after):
+        with self.streams.gathering():
             own = self.own_range(buffer)
             if source is not None and source.dtype != own.dtype:
                 own.copy_(source)
@@ -206,7 +206,7 @@ class GlooCollectives(NativeCollectives):
         return relay.carry(what, carry, keep)
 
     def _all_gather(
-        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, content: Content
+        self, buffer: Tensor, what: str, source: Tensor | None, version: int | None, content: Content
     ) -> Pending:
         ranges = buffer.view(self.world_size, -1).unbind(0)
         if source is not None:
@@ -345,7 +345,7 @@ class Passage(Pending):
     """A transfer that threads carry."""
 
     def __init__(self, what: str, keep: Sequence[Tensor], kind: str, number: int, members: tuple[int, ...]) -> None:
-        super().__init__(what, dist.get_rank(), keep=keep)
+        super().__init__(what, keep=keep)
         self.kind = kind
         self._note = kind, number, members
         self._under_way = threading.Lock()  # and no event: the watch knows a wait by the innermost call, which is here
@@ -364,7 +364,7 @@ class Passage(Pending):
         return came
 
     def _arrive(self) -> None:
-        with naming_failures(self.what, self._rank, *self._note):
+        with naming_failures(self.what, dist.get_rank(), *self._note):
             while not self._under_way.acquire(timeout=LOOK_SECONDS):
                 if reason := verdict():
                     raise RuntimeError(reason)

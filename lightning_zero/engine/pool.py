@@ -140,7 +140,7 @@ class BufferPool:
         if buffer is None:
             with untracked(), outside_of_transforms():
                 nbytes = self.sizes[place]
-                memory = self._wire.lend(nbytes) if lent else self._wire.allocate_gathered(nbytes, self._device)
+                memory = self._wire.lend(nbytes, gathered=not lent)
                 if memory is None:
                     memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             buffer = Buffer(self, memory, place)

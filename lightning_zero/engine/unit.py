@@ -250,7 +250,7 @@ class ShardedUnit(Unit):
                         failure = error
                     pending.append(collectives.all_gather(buffer, what, content=content))
                 else:
-                    pending.append(collectives.all_gather(buffer, what, None, source, version, content))
+                    pending.append(collectives.all_gather(buffer, what, source, version, content))
         if self.pins:  # this rank only takes part: it has the weights in use already
             for handle in pending:
                 handle.wait()

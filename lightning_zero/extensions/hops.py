@@ -28,7 +28,6 @@ from lightning_zero._torch import untracked
 from lightning_zero.comm.collectives import Collectives, Content, Pending
 from lightning_zero.comm.groups import Groups
 from lightning_zero.comm.native import NativeCollectives, divide
-from lightning_zero.comm.streams import Event
 from lightning_zero.config import Placement
 
 __all__ = ["HierarchicalCollectives", "Hops", "split"]
@@ -105,20 +104,17 @@ class HierarchicalCollectives(Collectives):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._within.allocate(numel, dtype, device)
 
-    def allocate_gathered(self, nbytes: int, device: torch.device) -> Tensor:
-        return self._within.allocate_gathered(nbytes, device)
-
-    def lend(self, nbytes: int) -> Tensor | None:
-        return self._within.lend(nbytes)
+    def lend(self, nbytes: int, gathered: bool = False) -> Tensor | None:
+        return self._within.lend(nbytes, gathered)
 
     def freeze(self, memory: Sequence[Tensor]) -> None:
         self._within.freeze(memory)
 
     def _all_gather(
-        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, content: Content
+        self, buffer: Tensor, what: str, source: Tensor | None, version: int | None, content: Content
     ) -> Pending:
         part = self._within.own_range(buffer)
-        with untracked(), self._direct.streams.gathering(after):
+        with untracked(), self._direct.streams.gathering():
             if source is not None:
                 self.own_range(buffer).copy_(source)
             keep, known = (part, False) if content is None else self._place_for(part, *content)

@@ -41,10 +41,10 @@ class Counting(WrappedCollectives):
 class Rounding(WrappedCollectives):
     """Sends weights in half the bytes: bf16, whatever they are."""
 
-    def _all_gather(self, buffer: Tensor, what: str, after: Any, source: Tensor | None, *others: Any) -> Pending:
+    def _all_gather(self, buffer: Tensor, what: str, source: Tensor | None, *others: Any) -> Pending:
         rounded = torch.empty_like(buffer, dtype=torch.bfloat16)
         self.own_range(rounded).copy_(self.own_range(buffer) if source is None else source)
-        sent = self.inner.all_gather(rounded, what, after)
+        sent = self.inner.all_gather(rounded, what)
         sent.then(lambda: buffer.copy_(rounded))
         return sent
 

@@ -98,9 +98,9 @@ class Staged(WrappedCollectives):
         super().__init__(GlooCollectives(groups, Streams(CPU)))
         self._streams = streams
 
-    def _all_gather(self, buffer: Tensor, what: str, after: Any, source: Tensor | None, *others: Any) -> Pending:
+    def _all_gather(self, buffer: Tensor, what: str, source: Tensor | None, *others: Any) -> Pending:
         host = torch.empty_like(buffer, device=CPU)
-        with self._streams.gathering(after):
+        with self._streams.gathering():
             self.own_range(host).copy_(self.own_range(buffer) if source is None else source)
         return self._returning(self.inner.all_gather(host, what), buffer, host)
 

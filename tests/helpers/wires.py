@@ -68,20 +68,11 @@ class WrappedCollectives(Collectives):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.inner.allocate(numel, dtype, device)
 
-    def allocate_gathered(self, nbytes: int, device: torch.device) -> Tensor:
-        return self.inner.allocate_gathered(nbytes, device)
-
     def total(self, numbers: Tensor, largest: bool = False) -> Tensor:
         return self.inner.total(numbers, largest)
 
-    def lend(self, nbytes: int) -> Tensor | None:
-        return self.inner.lend(nbytes)
-
-    def vacate(self, memory: Tensor) -> None:
-        self.inner.vacate(memory)
-
-    def occupy(self, memory: Tensor) -> None:
-        self.inner.occupy(memory)
+    def lend(self, nbytes: int, gathered: bool = False) -> Tensor | None:
+        return self.inner.lend(nbytes, gathered)
 
     def freeze(self, memory: Sequence[Tensor]) -> None:
         self.inner.freeze(memory)

@@ -273,7 +273,7 @@ class Measured(LocalCollectives):
         self.sent.append([n * input.element_size() for n in input_splits])
         self.received.append([n * input.element_size() for n in output_splits])
         output.zero_()
-        return Pending(what, self.rank)
+        return Pending(what)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])

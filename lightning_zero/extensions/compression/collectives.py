@@ -33,7 +33,7 @@ from lightning_zero.comm.collectives import Content, Pending
 from lightning_zero.comm.control import ControlGroup
 from lightning_zero.comm.groups import Groups
 from lightning_zero.comm.native import GlooCollectives, NativeCollectives, average, divide
-from lightning_zero.comm.streams import Event, Streams
+from lightning_zero.comm.streams import Streams
 from lightning_zero.config import Placement
 from lightning_zero.config import RoundedFormat as Format
 from lightning_zero.extensions.compression.codes import BLOCK, compress, decompress, format_nbytes
@@ -111,18 +111,18 @@ class CompressedCollectives(NativeCollectives):
         return *super().buffers, *self.state.residuals.values()
 
     def _all_gather(
-        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, content: Content
+        self, buffer: Tensor, what: str, source: Tensor | None, version: int | None, content: Content
     ) -> Pending:
         kind = self._rounded.gathers if content is not None else None
         if kind is None or content is None or not self._fits(buffer, kind):
-            return super()._all_gather(buffer, what, after, source, version, content)
+            return super()._all_gather(buffer, what, source, version, content)
         rows = buffer.view(self.world_size, -1)
-        with untracked(), self.streams.gathering(after):
+        with untracked(), self.streams.gathering():
             if source is not None:
                 rows[self.rank].copy_(source)
             codes = self._codes(kind, rows)
             compress(kind, rows[self.rank], codes[self.rank], self._residual_of("average", content[0], rows[self.rank]))
-            gathered = super()._all_gather(codes.view(-1), what, None, None, None, content)
+            gathered = super()._all_gather(codes.view(-1), what, None, None, content)
             return self.followed(gathered, partial(decompress, kind, codes, rows), (buffer,))
 
     def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float, key: Hashable) -> Pending:

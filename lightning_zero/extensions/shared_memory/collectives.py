@@ -24,7 +24,6 @@ from lightning_zero.comm.collectives import Collectives, Content, Pending
 from lightning_zero.comm.control import naming_failures
 from lightning_zero.comm.groups import Groups
 from lightning_zero.comm.native import average
-from lightning_zero.comm.streams import Event
 from lightning_zero.extensions.shared_memory.transport import Channel, Reading, Transfer, Transport
 
 __all__ = ["HostCollectives", "SharedMemoryCollectives"]
@@ -57,7 +56,9 @@ class SharedMemoryCollectives(Collectives):
             self._tell_place(memory)
         return memory
 
-    def lend(self, nbytes: int) -> Tensor | None:
+    def lend(self, nbytes: int, gathered: bool = False) -> Tensor | None:
+        if gathered:
+            return None
         try:
             return self.transport.heap.allocate(nbytes, torch.uint8)
         except MemoryError:  # of addresses: what lies elsewhere is copied before it is read
@@ -67,7 +68,7 @@ class SharedMemoryCollectives(Collectives):
         self.transport.heap.freeze(self, memory)
 
     def _all_gather(
-        self, buffer: Tensor, what: str, after: Event, source: Tensor | None, version: int | None, content: Content
+        self, buffer: Tensor, what: str, source: Tensor | None, version: int | None, content: Content
     ) -> Pending:
         own, size = self.own_range(buffer), buffer.numel() // self.world_size
         ranges = {peer: buffer.narrow(0, place * size, size) for peer, place in self._peers.items()}
@@ -77,7 +78,7 @@ class SharedMemoryCollectives(Collectives):
             if places is not None:
                 for peer, target in ranges.items():
                     self.transport.read(peer, places[peer], target, source.dtype)
-                return Pending(what, self.transport.rank)
+                return Pending(what)
         return self._transfer(Channel.GATHER, what, own, dict.fromkeys(ranges, (0, size)), ranges)
 
     def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float, key: Hashable) -> Pending:
@@ -170,8 +171,8 @@ class HostCollectives(SharedMemoryCollectives):
         super().__init__(groups, gathers)
         self._reductions = SharedMemoryCollectives(groups, reductions)
 
-    def allocate_gathered(self, nbytes: int, device: torch.device) -> Tensor:
-        return self.allocate(nbytes, torch.uint8, device)  # others read it
+    def lend(self, nbytes: int, gathered: bool = False) -> Tensor | None:
+        return super().lend(nbytes)  # both
 
     def _tell_place(self, memory: Tensor) -> None:
         """Nobody asks: gathers of a hop are of no version. And the transport is its thread's."""

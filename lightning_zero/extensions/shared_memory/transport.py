@@ -90,7 +90,7 @@ class Transfer(Pending):
     """
 
     def __init__(self, transport: Transport, what: str, reading: Reading, whole: bool) -> None:
-        super().__init__(what, transport.rank)
+        super().__init__(what)
         self._transport = transport
         self._whole = whole
         self.reading = reading
@@ -106,7 +106,7 @@ class Transfer(Pending):
         self._wait(self._whole)
 
     def _wait(self, whole: bool, seconds: float | None = None) -> bool:
-        with naming_failures(self.what, self._rank):
+        with naming_failures(self.what, self._transport.rank):
             return self._transport.wait(self.reading, whole, seconds)
 
 

@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.comm import GlooCollectives, Groups, Streams, choice, choose_collectives
+from lightning_zero.comm import GlooCollectives, Groups, Streams, choose_collectives, native
 from lightning_zero.comm.native import SWITCH
 from lightning_zero.errors import CommunicationError, DivergenceError
 from lightning_zero.extensions.shared_memory.collectives import SharedMemoryCollectives
@@ -497,7 +497,7 @@ def test_a_rank_without_the_extension_is_an_error_on_all() -> None:
     def run(rank: int) -> None:
         groups = Groups.create("gloo")
         if rank == 1:
-            choice.installed = lambda name: name != "shared_memory"
+            native.installed = lambda name: name != "shared_memory"
         with pytest.raises(DivergenceError, match="extension shared_memory: False"):
             choose_collectives(groups, Streams(CPU), CPU)
 
