@@ -372,10 +372,10 @@ FEATURES = {
     "What is made of a fitted module": [
         Feature(name="`copy.deepcopy`, `pickle`, `torch.save` inside of `full_parameters`", play=copied),
         Feature(name="`to_torchscript`, `torch.export` inside of `full_parameters`", play=exported),
-        Feature(name="`copy.deepcopy` without it", play=bare_copy, refused=_IMPLICIT, alone=True),
+        Feature(name="`copy.deepcopy` outside of `full_parameters`", play=bare_copy, refused=_IMPLICIT, alone=True),
         Feature(name="histograms and norms of weights inside of `full_parameters`", play=histograms),
         Feature(
-            name="histograms and norms of weights between steps without it",
+            name="histograms and norms of weights between steps, outside of `full_parameters`",
             play=bare_histograms,
             refused=_IMPLICIT,
             alone=True,

@@ -306,7 +306,7 @@ FEATURES = {
             play=fitting(3, net=Editing),
         ),
         Feature(
-            name="`grad_norm`, `clip_grad_norm_` in hooks without it",
+            name="`grad_norm`, `clip_grad_norm_` in hooks, without `full_gradients`",
             play=fitting(3, net=lambda: Editing(False)),
             bounds=dict.fromkeys(_EVERYWHERE, 1e-5),
             why="the norm is the sum of the ranks' parts: rounding",

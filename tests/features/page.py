@@ -16,22 +16,30 @@ TABLES: dict[str, list[Feature]] = {
 
 _HEAD = """# Features of Lightning
 
-Every line has been played under DDP and in `zero1`, `zero2` and `zero3` by two processes with different data, and by
-one (not `zero2`), and what came of it was compared: losses, weights, what was logged and restored, the order of
-calls. *As DDP* is bit for bit. A number is the largest relative difference. *Refused* is an error on every process.
+Two ranks with different data play every line under DDP and in `zero1`, `zero2` and `zero3`, and one rank alone too.
+Tests compare losses, weights, what was logged and restored, and the order of calls. `python -m tests.features --page`
+writes this page.
 
-The tests behind this page are part of every test run. `python -m tests.features NAME` plays the lines whose names have
-that in them, `python -m tests.features --page` writes the page.
+## The same as DDP, bit for bit, in every stage
+"""
+_DIFFERENT = """## Different
+
+A number is the largest relative difference. "Refused" is an error on every rank.
+
+| feature | `zero1` | `zero2` | `zero3` | |
+| --- | --- | --- | --- | --- |
 """
 
 
 def text() -> str:
     """The page."""
-    parts = [_HEAD]
+    parts, rows = [_HEAD], []
     for title, features in TABLES.items():
-        parts += [f"## {title}\n", "| feature | `zero1` | `zero2` | `zero3` | |", "| --- | --- | --- | --- | --- |"]
-        for feature in features:
-            verdicts = " | ".join(feature.verdict(stage) for stage in (1, 2, 3))
-            parts.append(f"| {feature.name} | {verdicts} | {feature.remark} |")
-        parts.append("")
-    return "\n".join(parts)
+        same = [one.name for one in features if not one.bounds and not one.refused and not one.remark]
+        if same:
+            parts.append(f"- **{title}**: {'; '.join(same)}.")
+        for one in features:
+            if one.name not in same:
+                verdicts = " | ".join(one.verdict(stage) for stage in (1, 2, 3))
+                rows.append(f"| {one.name} | {verdicts} | {one.remark} |\n")
+    return "\n".join([*parts, "", _DIFFERENT]) + "".join(rows)
