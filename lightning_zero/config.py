@@ -44,7 +44,6 @@ __all__ = [
     "parse_size",
     "validate_activations",
     "validate_bucket_mib",
-    "validate_checkpoint",
     "validate_loaders",
     "validate_offload",
     "validate_prefetch",
@@ -468,11 +467,6 @@ def validate_activations(activations: ActivationsLike) -> ActivationPolicy | Non
     return activations if policy else ActivationPolicy(activations)  # type: ignore[arg-type, return-value]
 
 
-def validate_checkpoint(checkpoint: CheckpointLike) -> CheckpointPolicy:
-    """What is saved is a policy, or its format."""
-    return checkpoint if isinstance(checkpoint, CheckpointPolicy) else CheckpointPolicy(checkpoint)
-
-
 def validate_loaders(loaders: LoadersLike) -> LoaderPolicy:
     """What happens where data end is a policy, or one of its words, which is then for training and evaluation."""
     return loaders if isinstance(loaders, LoaderPolicy) else LoaderPolicy(training=loaders, evaluation=loaders)
@@ -549,11 +543,12 @@ class SessionSettings:
     def __post_init__(self) -> None:
         validate_bucket_mib(self.bucket_mib)
         validate_prefetch(self.prefetch)
+        saved: CheckpointLike = self.checkpoint
         usable = {
             "units": validate_units(self.units),
             "offload": validate_offload(self.offload, self.placement),
             "activations": validate_activations(self.activations),
-            "checkpoint": validate_checkpoint(self.checkpoint),
+            "checkpoint": saved if isinstance(saved, CheckpointPolicy) else CheckpointPolicy(saved),
         }
         for name, value in usable.items():
             object.__setattr__(self, name, value)

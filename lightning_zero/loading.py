@@ -35,8 +35,7 @@ from lightning_zero.checkpoint.save import stored_identity
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError, MaterialiseError, some
 from lightning_zero.meta import MetaValues
-from lightning_zero.session.module_state import left_out_of, weights_of
-from lightning_zero.session.names import adapters_in, under_names_of
+from lightning_zero.session.state import adapters_in, left_out_of, under_names_of, weights_of
 
 if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningCLI

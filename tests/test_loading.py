@@ -40,7 +40,7 @@ from lightning_zero.loading import (
     load_full_state_dict,
 )
 from lightning_zero.session.checkpoints import require_lightning
-from lightning_zero.session.names import renamed
+from lightning_zero.session.state import renamed
 from tests.checkpoint.samples import control
 from tests.helpers.script import run_forked
 from tests.helpers.training import make_trainer

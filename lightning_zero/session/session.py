@@ -29,8 +29,13 @@ from lightning_zero.plan import Plan, check_memory
 from lightning_zero.plan.costs import ZeroPlan, build_plan
 from lightning_zero.registry import extension
 from lightning_zero.session.checkpoints import Checkpoints
-from lightning_zero.session.module_state import ModuleState, load_initial_weights
-from lightning_zero.session.optimizer_state import OptimizerState, cut_anew, read_into_memory
+from lightning_zero.session.state import (
+    ModuleState,
+    OptimizerState,
+    cut_anew,
+    load_initial_weights,
+    read_into_memory,
+)
 from lightning_zero.shards.binding import is_absent
 
 __all__ = ["Dtypes", "ZeroSession", "make_steps", "make_tiers", "step_threads"]

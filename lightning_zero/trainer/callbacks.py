@@ -45,8 +45,8 @@ from lightning_zero.checkpoint.format.stored import read_slices
 from lightning_zero.config import CheckpointPolicy
 from lightning_zero.debug import full_parameters
 from lightning_zero.errors import ParameterAccessError, ZeroError, add_note, some
-from lightning_zero.session.names import unwrapped
 from lightning_zero.session.session import ZeroSession
+from lightning_zero.session.state import unwrapped
 from lightning_zero.shards.binding import is_absent
 
 __all__ = [

@@ -31,8 +31,8 @@ from lightning_zero.checkpoint.consolidated import SUMMARY_KEY
 from lightning_zero.config import SessionSettings, StageLike, TimeoutLike, validate_timeout
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.optim.gradients import clip_by_norm, clip_by_value, gradient_norm
-from lightning_zero.session.module_state import left_out_of
 from lightning_zero.session.session import ZeroSession
+from lightning_zero.session.state import left_out_of
 from lightning_zero.trainer.precision import precision_property
 from lightning_zero.trainer.processes import DEFAULT_TIMEOUT, Processes, StartMethod, leave_group_of_one
 

@@ -40,8 +40,8 @@ from lightning_zero.config import SessionSettings
 from lightning_zero.debug import full_parameters
 from lightning_zero.errors import ZeroError, point_to_page
 from lightning_zero.optim.sharded import ShardedOptimizer
-from lightning_zero.session.optimizer_state import OptimizerState
 from lightning_zero.session.session import ZeroSession
+from lightning_zero.session.state import OptimizerState
 from lightning_zero.trainer.precision import unwrapped
 
 __all__ = ["DEFAULT_TIMEOUT", "Processes", "StartMethod", "leave_group_of_one"]

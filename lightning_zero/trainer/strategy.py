@@ -45,7 +45,7 @@ from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.optim.state import ConstantState
 from lightning_zero.session.checkpoints import Checkpoints, require_lightning
-from lightning_zero.session.module_state import left_out_of
+from lightning_zero.session.state import left_out_of
 from lightning_zero.trainer.callbacks import (
     TRAINERS,
     Replaced,

@@ -18,7 +18,7 @@ from lightning_zero import CheckpointPolicy, ZeroPrecision
 from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.comm import ControlGroup
 from lightning_zero.optim.gradients import LossScaler
-from lightning_zero.session.module_state import ModuleState
+from lightning_zero.session.state import ModuleState
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
 from tests.strategy.resumed import WIDTH, Everything, run

@@ -22,7 +22,7 @@ from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError
 from lightning_zero.loading import load_from_checkpoint
-from lightning_zero.session.module_state import ModuleState, load_initial_weights
+from lightning_zero.session.state import ModuleState, load_initial_weights
 from tests.helpers.cases import WIDTH, Stack
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world

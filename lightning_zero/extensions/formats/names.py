@@ -30,7 +30,7 @@ from lightning_zero.checkpoint import StoredTensor
 from lightning_zero.checkpoint.format.record import Chunk, TensorItem
 from lightning_zero.checkpoint.format.stored import whole
 from lightning_zero.errors import CheckpointError, some
-from lightning_zero.session.names import Adapters, renamed, unwrapped
+from lightning_zero.session.state import Adapters, renamed, unwrapped
 
 __all__ = ["adapter_names", "adapters_in", "described_models", "in_layout_of", "under_names_of"]
 
