@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from lightning_zero._torch import version_of
 from lightning_zero.engine import ZeroEngine, engine_of
-from lightning_zero.engine.full import average_into, check_between_steps, gathered, gathered_gradients, whole
+from lightning_zero.engine.full import (
+    average_into,
+    check_between_steps,
+    gathered,
+    gathered_gradients,
+    whole,
+    whole_gradients,
+)
 from lightning_zero.errors import DivergenceError, ParameterAccessError, UnsupportedOptimizerError
 from lightning_zero.offload.host import OffloadedTensor
 from lightning_zero.optim.gradients import gradient_norm
@@ -135,8 +142,9 @@ def full_gradient(module: nn.Module, name: str) -> Tensor | None:
     engine, one = _locate(module, name)
     if one.parameter is None:
         raise ValueError(f"'{name}' is frozen and has no gradient.")
-    rows = engine.agree(f"full_gradient('{one.name}')", [int(one.gradient is not None)])
-    return _whole(engine, one, one.gradient, f"gradient of '{name}'") if any(row[0] for row in rows) else None
+    engine.agree(f"full_gradient('{one.name}')")
+    with engine.paused():
+        return whole_gradients(engine, [one], f"gradient of '{name}'")[one.user]
 
 
 @contextmanager
@@ -206,7 +214,8 @@ def full_optimizer_state(module: nn.Module, name: str, key: str) -> Any:
             continue
         state = optimizer.named_state().get(one.name, WholeState())
         if key in state.slices:
-            return _whole(engine, one, state.slices[key], f"state '{key}' of '{name}'")
+            with engine.paused():
+                return whole(engine, {one: state.slices[key]}, f"state '{key}' of '{name}'")[one.user]
         if key in state.values:
             value = state.values[key]
             return value.clone() if isinstance(value, Tensor) else value
@@ -377,8 +386,3 @@ def _locate(module: nn.Module, name: str) -> tuple[ZeroEngine, Slice]:
     if parameter is None or parameter not in engine.names:
         raise ValueError(f"{type(module).__name__} has no sharded parameter '{name}'.")
     return engine, engine.shards[engine.names[parameter]]
-
-
-def _whole(engine: ZeroEngine, one: Slice, piece: Tensor | None, what: str) -> Tensor:
-    with engine.paused():
-        return whole(engine, {one: piece}, what)[one.user]

@@ -41,10 +41,9 @@ _OF_GRADIENTS = (
     f"`lightning_zero.full_gradient(module, name)`. {_SLICES}"
 )
 _OF_VALUES = (
-    "Norms, sums and finite checks work as they are. For anything else write `with "
-    "lightning_zero.full_parameters(module):` around it, on every rank; for a momentum teacher, "
-    f"`lightning_zero.ema_update(teacher, student, momentum)`. {_SLICES} Another strategy cannot run what is sharded: "
-    "give it a `copy.deepcopy(module)` that was made inside."
+    "Write `with lightning_zero.full_parameters(module):` around what needs its values, on every rank; for a momentum "
+    f"teacher, `lightning_zero.ema_update(teacher, student, momentum)`. {_SLICES} Another strategy cannot run what is "
+    "sharded: give it a `copy.deepcopy(module)` that was made inside."
 )
 
 
@@ -82,18 +81,6 @@ class _Gradient(Source):
         self._writes.note(f"the gradient of '{self._binding.name}'", number)
 
 
-class _Values(Source):
-    """A parameter's values between phases, to be read."""
-
-    def __init__(self, name: str, engine: Any) -> None:
-        super().__init__(f"parameter '{name}'", _OF_VALUES, engine.put_together, engine.shards[name])
-        self._engine = engine
-
-    def check(self, called: str, linear: bool) -> None:
-        if self._engine.updating:
-            self.refuse(f"{called} was called in an optimizer step, which changes it")
-
-
 class ParameterAccess:
     """All of an engine's parameters, and their gradients, as user code sees them.
 
@@ -113,7 +100,6 @@ class ParameterAccess:
         """What has left values that not all ranks have: nothing may go on from there."""
         self._units = {parameter: unit for unit in engine.units for parameter in unit.parameters}
         self.bindings: dict[nn.Parameter, Binding] = {}
-        self._assigned: list[nn.Parameter] = []  # since the last step
         self._plain = [u for u in engine.units if isinstance(u, ReplicatedUnit) and u.always_bound]
         for unit in engine.units:
             absent = unit not in self._plain
@@ -141,16 +127,11 @@ class ParameterAccess:
             self._engine.stay(unit, binding.name)
         return not is_absent(binding.parameter)
 
-    def readable(self, binding: Binding) -> Tensor | None:
-        """This rank's slice of an absent parameter's master; ``None`` in a step or a backward."""
+    def stand_in(self, binding: Binding) -> Tensor:
+        """What ``.data`` and ``detach()`` of an absent parameter are: shape, dtype and device; any use raises."""
         self._check_not_stepping(binding)
-        engine = self._engine
-        if engine.progress.in_backward or engine.updating:
-            return None
-        if engine.plan.offload is not None:
-            engine.tiers.settle()
-        parameter, own = binding.parameter, engine.shards[binding.name].data
-        return ShardedTensor(own, parameter.shape, _Values(binding.name, engine), engine.device)
+        source = Source(f"parameter '{binding.name}'", _OF_VALUES, place=binding.slice)
+        return ShardedTensor(binding.slice.data, binding.placeholder.shape, source, self._engine.device)
 
     def data_of(self, binding: Binding) -> Tensor:
         """What ``.data`` of a parameter is that shows its values.
@@ -243,9 +224,12 @@ class ParameterAccess:
         with untracked():
             whole.copy_(value)
 
-    def keep_gradient(self, binding: Binding, whole: Tensor) -> None:
+    def keep_gradient(self, binding: Binding, whole: Tensor | None) -> None:
         """Let a trainable parameter's average be ``whole``, full shape, of which this rank keeps its slice."""
         one: Slice = binding.slice
+        if whole is None:
+            one.parameter.grad = None  # type: ignore[union-attr]
+            return
         with untracked():
             binding.bucket.replace(one.position, one.of(whole))
 
@@ -269,7 +253,6 @@ class ParameterAccess:
 
     def note_written(self) -> None:
         """Look for writes to parameters that show their values all the time. Local: ranks compare them later."""
-        self._assigned.clear()
         if self.torn:
             raise ParameterAccessError(f"{self.torn} was left before its end, so the ranks may have different values.")
         for unit in self._plain:
@@ -316,20 +299,16 @@ class ParameterAccess:
             )
 
     def _check_apart(self, binding: Binding, value: Tensor) -> None:
-        """Raise if memory is assigned that parameters lie in, or that another one was assigned since the last step."""
-        if not value.numel():
-            return
-        key, address = storage_key(value), value.data_ptr()
-        views = [(p, view) for unit in self._plain for p, view in unit.views() if storage_key(view) == key]
-        others = [p for p, view in views if view.data_ptr() <= address < view.data_ptr() + view.nbytes]
-        others += [p for p in self._assigned if get_data(p).data_ptr() == address]
-        for other in others:
-            if other is not binding.parameter:
+        """Raise if memory is assigned that another parameter lies in, or shows."""
+        key, address = storage_key(value), value.data_ptr() if value.numel() else 0
+        for parameter, view in (pair for unit in self._plain for pair in unit.views() if address):
+            shown = view, get_data(parameter)
+            inside = (storage_key(t) == key and t.data_ptr() <= address < t.data_ptr() + t.nbytes for t in shown)
+            if parameter is not binding.parameter and any(inside):
                 raise ParameterAccessError(
-                    f"'{binding.name}' was assigned memory of '{self.bindings[other].name}', so that one would follow "
-                    "the other. Copy the values (`.clone()`), or tie the parameters before `trainer.fit`."
+                    f"'{binding.name}' was assigned memory of '{self.bindings[parameter].name}', so that one would "
+                    "follow the other. Copy the values (`.clone()`), or tie the parameters before `trainer.fit`."
                 )
-        self._assigned.append(binding.parameter)
 
 
 def _in_step(what: str) -> ParameterAccessError:

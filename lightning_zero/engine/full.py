@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ __all__ = [
     "gather_layout",
     "gathered",
     "gathered_gradients",
-    "gathered_whole",
     "give_back",
     "whole",
     "whole_gradients",
@@ -77,7 +76,13 @@ def gathered(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -> Iterator
             whole = set() if running else {p for unit in engine.units if unit.held for p in unit.parameters}
             with unhooked(engine.module, whole):
                 failure = yield from _block()
-            failure = failure or _wrong_shape(bindings)
+            for binding in bindings if failure is None else ():
+                now, expected = list(binding.parameter.shape), list(binding.placeholder.shape)
+                if now != expected:
+                    failure = ValueError(
+                        f"'{binding.name}' has shape {now} at the end of full_parameters, expected {expected}. A "
+                        "sharded parameter cannot change its shape."
+                    )
             failed = [row[0] for row in engine.agree(f"the end of {what}", [int(failure is not None)])]
             if not any(failed):
                 changed = _keep(engine, shown)
@@ -159,16 +164,6 @@ def _show(engine: ZeroEngine, unit: Unit) -> Iterator[_Shown]:
             binding.show(view)
         yield _Shown(unit, flat, full, own, what)
     unit.held = True
-
-
-def _wrong_shape(bindings: Sequence[Binding]) -> ValueError | None:
-    for parameter, name, placeholder in ((b.parameter, b.name, b.placeholder) for b in bindings):
-        if parameter.shape != placeholder.shape:
-            return ValueError(
-                f"'{name}' has shape {list(parameter.shape)} at the end of full_parameters, expected "
-                f"{list(placeholder.shape)}. A sharded parameter cannot change its shape."
-            )
-    return None
 
 
 def _keep(engine: ZeroEngine, shown: Sequence[_Shown]) -> list[int]:
@@ -310,8 +305,9 @@ def gathered_gradients(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -
             "full_gradients was called in a backward, whose gradients are this rank's own. Call it after the backward, "
             "for example in on_after_backward."
         )
-    shown = engine.access.whole
-    slices = _trained(engine, set(parameters) - set(shown))
+    access, shown = engine.access, engine.access.whole
+    wanted = set(parameters) - set(shown)
+    slices = [one for one in engine.shards.values() if one.user in wanted and one.parameter is not None]
     if not slices:
         yield
         return
@@ -325,73 +321,44 @@ def gathered_gradients(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -
             yield
             return
         try:
-            shown.update(_whole_gradients(engine, slices, what))
-            failure = yield from _block()
-            left = [shown[one.user] for one in slices]
-            _keep_gradients(engine, slices, left, failure or _unfit(engine, slices, left), what)
+            shown.update(whole_gradients(engine, slices, what))
+            failure, writes = (yield from _block()), ExternalWrites()
+            for one in slices:
+                gradient = shown[one.user]
+                failure = failure or _unfit(access.bindings[one.user], gradient)
+                if failure is None:
+                    number = 0 if gradient is None else checksum(gradient)
+                    writes.note(f"{'no' if gradient is None else 'a'} gradient of '{one.name}', in {what},", number)
+            rows = engine.agree(f"the end of {what}", [int(failure is not None), writes.digest])
+            _raise_failure(failure, [row[0] for row in rows], what)
+            writes.compare([row[1] for row in rows], engine.control)
+            for one in slices:
+                access.keep_gradient(access.bindings[one.user], shown[one.user])
         finally:
             for one in slices:
                 shown.pop(one.user, None)
 
 
-@contextmanager
-def gathered_whole(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Parameters and their gradients, whole. Collective, at its beginning and at its end."""
-    chosen = list(parameters)
-    with gathered_gradients(engine, chosen), gathered(engine, chosen):
-        yield
-
-
-def whole_gradients(engine: ZeroEngine) -> dict[nn.Parameter, Tensor]:
-    """A copy of all averaged gradients that there are, by parameter, full shapes. Collective: every rank."""
-    found = _whole_gradients(engine, _trained(engine, set(engine.names)), "gradients of the whole module")
-    return {parameter: gradient for parameter, gradient in found.items() if gradient is not None}
-
-
-def _trained(engine: ZeroEngine, wanted: set[nn.Parameter]) -> list[Slice]:
-    return [one for one in engine.shards.values() if one.user in wanted and one.parameter is not None]
-
-
-def _whole_gradients(engine: ZeroEngine, slices: Sequence[Slice], what: str) -> dict[nn.Parameter, Tensor | None]:
-    """``None`` where no rank has one."""
-    if not slices:
-        return {}
+def whole_gradients(engine: ZeroEngine, slices: Sequence[Slice], what: str) -> dict[nn.Parameter, Tensor | None]:
+    """A copy of the averaged gradients of trainable parameters, full shapes, by parameter; ``None`` where no rank has
+    one. Collective: every rank."""
     flags = torch.tensor([one.gradient is not None for one in slices], dtype=torch.uint8, device="cpu")
-    had = engine.control.any_of(flags).tolist()
+    had = engine.control.any_of(flags).tolist() if slices else []
     found = whole(engine, {one: one.gradient for one, some in zip(slices, had, strict=True) if some}, what)
     return {one.user: found.get(one.user) for one in slices}
 
 
-def _unfit(engine: ZeroEngine, slices: Sequence[Slice], left: Sequence[Tensor | None]) -> Exception | None:
+def _unfit(binding: Binding, gradient: Any) -> Exception | None:
     """Why what the user left is no gradient."""
-    for one, gradient in zip(slices, left, strict=True):
-        expected = torch.Size(one.spec.shape), one.layout.dtype, torch.strided
-        if gradient is None:
-            continue
-        if not isinstance(gradient, Tensor) or (gradient.shape, gradient.dtype, gradient.layout) != expected:
-            return ValueError(
-                f"full_gradients: .grad of '{one.name}' has shape {list(getattr(gradient, 'shape', []))} and "
-                f"{getattr(gradient, 'dtype', type(gradient).__name__)} at the end, expected a dense tensor of shape "
-                f"{list(one.spec.shape)} and {one.layout.dtype}, or None."
-            )
-        if engine.access.bindings[one.user].bucket is None:
-            return RuntimeError(f"full_gradients: '{one.name}' was given a gradient where nothing is trained.")
+    if gradient is None:
+        return None
+    expected = binding.placeholder.shape, binding.slice.layout.dtype, torch.strided
+    if not isinstance(gradient, Tensor) or (gradient.shape, gradient.dtype, gradient.layout) != expected:
+        return ValueError(
+            f"full_gradients: .grad of '{binding.name}' has shape {list(getattr(gradient, 'shape', []))} and "
+            f"{getattr(gradient, 'dtype', type(gradient).__name__)} at the end, expected a dense tensor of shape "
+            f"{list(expected[0])} and {expected[1]}, or None."
+        )
+    if binding.bucket is None:
+        return RuntimeError(f"full_gradients: '{binding.name}' was given a gradient where nothing is trained.")
     return None
-
-
-def _keep_gradients(
-    engine: ZeroEngine, slices: Sequence[Slice], left: Sequence[Tensor | None], failure: Exception | None, what: str
-) -> None:
-    """Agree on what is left, and keep it; or raise, on every rank."""
-    writes = ExternalWrites()
-    for one, gradient in zip(slices, left, strict=True) if failure is None else ():
-        number = 0 if gradient is None else checksum(gradient)
-        writes.note(f"{'no' if gradient is None else 'a'} gradient of '{one.name}', in {what},", number)
-    rows = engine.agree(f"the end of {what}", [int(failure is not None), writes.digest])
-    _raise_failure(failure, [row[0] for row in rows], what)
-    writes.compare([row[1] for row in rows], engine.control)
-    for one, gradient in zip(slices, left, strict=True):
-        if gradient is not None:
-            engine.access.keep_gradient(engine.access.bindings[one.user], gradient)
-        elif one.parameter is not None:
-            one.parameter.grad = None

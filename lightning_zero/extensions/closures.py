@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_zero._torch import tree_leaves
 from lightning_zero.config import Tier
 from lightning_zero.engine import ZeroEngine
-from lightning_zero.engine.full import gathered_whole
+from lightning_zero.engine.full import gathered, gathered_gradients
 from lightning_zero.errors import DivergenceError, UnsupportedOptimizerError
 from lightning_zero.optim.groups import ParamGroups, restore_options
 from lightning_zero.optim.whole import WholeState
@@ -75,15 +75,19 @@ class ClosureOptimizer:
                     )
                 shown.close()
 
+            def show() -> None:
+                shown.enter_context(gathered_gradients(self._engine, parameters))
+                shown.enter_context(gathered(self._engine, parameters))
+
             def run() -> Any:
                 nonlocal calls
                 calls += 1
                 leave(f"closure {calls} of a step of {self.label}")
                 result = closure()
-                shown.enter_context(gathered_whole(self._engine, parameters))
+                show()
                 return result
 
-            shown.enter_context(gathered_whole(self._engine, parameters))
+            show()
             result = self.optimizer.step(closure=run, **options)
             leave(f"the end of a step of {self.label}, after {calls} closures")
         return result

@@ -233,7 +233,8 @@ class ZeroSession:
                 "parameters. Thaw before the fit."
             )
         self.before_thaw()
-        gradients = whole_gradients(former)
+        trained = [one for one in former.shards.values() if one.parameter is not None]
+        gradients = whole_gradients(former, trained, "gradients of the whole module")
         optimizers = [adapter.optimizer for adapter in self._adapters.values()]
         states = [adapter.named_state() for adapter in self._adapters.values()]
         former.control.together("read optimizer state from files", lambda: read_into_memory(states))
@@ -254,7 +255,9 @@ class ZeroSession:
             adapter.load_named_state(state, [{} for _ in adapter.optimizer.param_groups])
         for parameter, gradient in gradients.items():
             binding = engine.access.bindings[parameter]
-            if binding.bucket is not None:  # else it was frozen at the same time, and its gradient goes
+            if (
+                gradient is not None and binding.bucket is not None
+            ):  # else it was frozen at the same time, and its gradient goes
                 engine.access.keep_gradient(binding, gradient)
 
     def shard_optimizers(

@@ -8,14 +8,14 @@ same name, so that three things that torch never tells anybody about are seen:
 * ``.grad``: after a reduction gradients are slices; what stands there is the owner's to say.
 * ``.data``: what is written to it has to count, or to raise.
 * any torch function on a parameter whose values are *absent*. Then it shows a placeholder and has a second subclass
-  with a ``__torch_function__``: questions about shape, dtype and the like are answered, norms and finite checks are put
-  together from slices, what needs values has them gathered if a phase runs, and everything else raises. Where values
-  are present torch finds its own disabled ``__torch_function__``, and computing costs what it does on any parameter.
+  with a ``__torch_function__``: questions about shape, dtype and the like are answered, what needs values has them
+  gathered if a phase runs, and everything else raises. Where values are present torch finds its own disabled
+  ``__torch_function__``, and computing costs what it does on any parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from multiprocessing.context import get_spawning_popen
@@ -216,9 +216,9 @@ class _Shown:
             return get_data(self)
         if not is_absent(self) or _bring([binding]) or _bring([binding], True):
             return owner.data_of(binding)  # type: ignore[no-any-return]
-        if owner is None or (sharded := owner.readable(binding)) is None:
+        if owner is None:
             raise _refused([binding], "data")
-        return sharded  # type: ignore[no-any-return]
+        return owner.stand_in(binding)  # type: ignore[no-any-return]
 
     @data.setter
     def data(self: Any, value: Tensor) -> None:
@@ -230,10 +230,8 @@ class _Shown:
             set_data(self, value)
         elif owner is None or binding.held:
             binding.show(value)
-        elif not _same_memory(value, get_data(self)):
-            now = owner.readable(binding) if isinstance(value, ShardedTensor) and is_absent(self) else None
-            if getattr(now, "own", None) is not getattr(value, "own", value):
-                owner.assign(binding, value)
+        elif getattr(value, "own", None) is not binding.slice.data and not _same_memory(value, get_data(self)):
+            owner.assign(binding, value)
 
     @property
     def grad(self: Any) -> Tensor | None:
@@ -378,11 +376,6 @@ _SHAPES = words("view_as expand_as reshape_as type_as")
 _CASTS = words("to type cpu cuda xpu float double half bfloat16 int long bool short char byte contiguous _to_copy")
 # What a placeholder would tell of itself, and not of the values.
 _STRIDES = words("stride is_contiguous dim_order")
-# What slices answer: numbers of all elements, and what is made of slices without a gradient.
-_REDUCTIONS = words(
-    "norm linalg_norm linalg_vector_norm _foreach_norm sum mean count_nonzero any all max amax min amin"
-)
-_LOOKS = words("detach isfinite isnan isinf")
 
 
 def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -410,43 +403,11 @@ def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             return first if cast is one else cast
     if bindings and _bring(bindings, together=True):
         return func(*args, **kwargs)
-    if name in _REDUCTIONS or name in _LOOKS:
-        slices = {id(b.parameter): o.readable(b) if (o := b.owner()) and not b.held else None for b in bindings}
-        if bindings and all(one is not None for one in slices.values()):
-            result = func(*_swapped(args, slices), **kwargs)
-            wanted = torch.is_grad_enabled() and any(b.parameter.requires_grad for b in bindings)
-            return _refusing_backward(result, bindings, name) if wanted and name in _REDUCTIONS else result
+    if name == "detach" and bindings and (owner := bindings[0].owner()) and not bindings[0].held:
+        return owner.stand_in(bindings[0])  # for `state_dict()`
     if isinstance(first, ShardedTensor):
         first.source.refuse(f"{name}() with a parameter needs all of both")
     raise _refused(bindings, f"{name}()")
-
-
-def _swapped(values: Sequence[Any], slices: Mapping[int, Any]) -> list[Any]:
-    """Arguments with slices, by ids of parameters, in the place of these."""
-    return [
-        _swapped(value, slices) if isinstance(value, tuple | list) else slices.get(id(value), value) for value in values
-    ]
-
-
-class _RefusingBackward(torch.autograd.Function):
-    """A number that was made of slices: it requires grad, as under DDP, and a backward that comes to it raises."""
-
-    @staticmethod
-    def forward(ctx: Any, number: Tensor, anchor: Tensor, bindings: Sequence[Binding], use: str) -> Tensor:
-        ctx.named = bindings, use
-        return number.view_as(number)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise _refused(ctx.named[0], f"the backward of a {ctx.named[1]}() that was taken between steps")
-
-
-def _refusing_backward(result: Any, bindings: Sequence[Binding], use: str) -> Any:
-    if isinstance(result, list | tuple):
-        return type(result)(_refusing_backward(number, bindings, use) for number in result)
-    apply: Any = _RefusingBackward.apply
-    real = not (result.is_floating_point() or result.is_complex())
-    return result if real else apply(result, torch.empty(0, requires_grad=True, device="cpu"), bindings, use)
 
 
 def _bindings_in(values: Sequence[Any]) -> list[Binding]:

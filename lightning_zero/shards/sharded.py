@@ -55,7 +55,7 @@ class Source:
     Args:
         what: its name in a sentence.
         advice: what works where a slice is not enough.
-        together: puts the ranks' numbers together; ``None``: norms and sums raise as well.
+        together: puts the ranks' numbers together; ``None``: everything but copies raises.
         place: the part of a parameter whose elements it has one for each of.
     """
 
@@ -172,6 +172,9 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     subject = subjects[0]
     if plain in ("detach", "alias"):
         return ShardedTensor(subject.own, subject.shape, subject.source, subject.device, subject.history)
+    for one in subjects:
+        if one.source.together is None and plain not in ("clone", "to_copy"):
+            one.source.refuse(f"{name}() needs all of it")
     if plain == "norm" or (plain in _KINDS and not listed):
         return _reduced(args[0] if listed else [subject], name, func, args[1:], kwargs, listed)
     if plain not in (_IN_PLACE if in_place else () if listed else _OUT_OF_PLACE):
@@ -294,18 +297,15 @@ def _kind_of(subject: ShardedTensor, name: str, args: Sequence[Any], kwargs: dic
 def _reduced(values: Sequence[Tensor], name: str, func: Any, args: Any, kwargs: dict[str, Any], listed: bool) -> Any:
     """What a norm, a sum or a finite check gives of each tensor. One collective for all that one engine looks after."""
     results = list[Tensor]()
-    engines = dict[Together, list[tuple[int, ShardedTensor, _Kind]]]()
+    engines = dict[Any, list[tuple[int, ShardedTensor, _Kind]]]()
     for index, value in enumerate(values):
         model: Any = value
         if isinstance(value, ShardedTensor):
             kind = _kind_of(value, name, args, kwargs)
             value.source.check(f"{name}()", False)
-            together = value.source.together
-            if together is None:
-                value.source.refuse(f"{name}() needs all of it")
             model = torch.empty(value.shape, dtype=value.dtype, device="meta" if value.numel() else value.device)
             if value.numel():
-                engines.setdefault(together, []).append((index, value, kind))
+                engines.setdefault(value.source.together, []).append((index, value, kind))
         results += func([model], *args, **kwargs) if listed else [func(model, *args, **kwargs)]
     for together, members in engines.items():
         kind, first = members[0][2], members[0][1]

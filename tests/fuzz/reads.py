@@ -29,7 +29,7 @@ def sample(c: Context, rows: int = 3) -> Tensor:
 # ------------------------------------------------------------------------------------------------------ a value
 
 
-@action(ANY, works="123", inside="123", reads=True, bound=1e-5)
+@action(ANY, works="12", inside="123", reads=True, bound=1e-5)
 def read_weight_norm(c: Context) -> Any:
     """The norm of a weight, as a number."""
     return c.p.norm().item()
@@ -59,7 +59,7 @@ def weight_to_numpy(c: Context) -> Any:
     return float(c.p.detach().cpu().numpy().sum(dtype="float64"))
 
 
-@action(ANY, works="123", inside="123", reads=True)
+@action(ANY, works="12", inside="123", reads=True)
 def weights_are_finite(c: Context) -> Any:
     """The guard that many write: stop when a weight is NaN."""
     module = c.model if c.block is None else c.block
@@ -85,7 +85,7 @@ def vector_of_parameters(c: Context) -> Any:
     return torch.nn.utils.parameters_to_vector(c.model.parameters()).detach().norm()
 
 
-@action(ANY, works="123", reads=True, bound=1e-5)
+@action(ANY, works="12", reads=True, bound=1e-5)
 def foreach_norms(c: Context) -> Any:
     """The norms of all weights by ``torch._foreach_norm``, as loggers do."""
     return [norm.item() for norm in torch._foreach_norm([p.detach() for p in c.model.parameters()])]

@@ -287,7 +287,7 @@ SLICES = {
 }
 
 
-STATE = everywhere("optimizer state( 'exp_avg')? of '[ab].weight' .*full_optimizer_state.*local_slices")
+STATE = everywhere("optimizer state( 'exp_avg(_sq)?')? of '[ab].weight' .*full_optimizer_state.*local_slices")
 
 
 def optimizer_of(net: Net) -> Any:
