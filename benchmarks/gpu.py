@@ -41,7 +41,7 @@ from results import FOLDER, circumstances, figure, headline, save_figure
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from lightning_zero.errors import readable_size
-from lightning_zero.plan.costs import OptimizerCost
+from lightning_zero.extensions.planner.costs import OptimizerCost
 
 # Moves, fills, casts and collectives, as kernels on CUDA and as operators on the CPU.
 MOVES = re.compile(r"mem(cpy|set)|copy|fill|zero_|\bcat\b|CatArray|chunk_cat|split_with_sizes|nccl|c10d", re.IGNORECASE)

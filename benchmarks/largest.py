@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 
 from lightning_zero import ActivationPolicy, HostOffload, ZeroPlan, ZeroStrategy, build_plan
 from lightning_zero.errors import readable_size
-from lightning_zero.plan.costs import OptimizerCost
+from lightning_zero.extensions.planner.costs import OptimizerCost
 
 OFFLOADS: dict[str, HostOffload | None] = {"none": None, "host": HostOffload(parameters=True)}
 WANT = ("memory", "Memory", "ALLOC_FAILED", "could not create a primitive")  # what is said for want of memory

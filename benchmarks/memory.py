@@ -37,7 +37,7 @@ from torch.profiler import ProfilerActivity, profile
 from worlds import Turns, World, WorldFailed, restart_with
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.plan.costs import OptimizerCost
+from lightning_zero.extensions.planner.costs import OptimizerCost
 
 KEY = ("numel", "precision", "ranks")
 TOKENS = (1, 8)

@@ -39,7 +39,7 @@ from offload_device import measure_device
 from offload_training import GPT, free_port, gradients_of, numel_of, train
 from torch import Tensor, nn
 
-from lightning_zero import HostOffload, NvmeOffload
+from lightning_zero import HostOffload, NvmeOffload, build_plan
 from lightning_zero.comm import ControlGroup, LocalCollectives
 from lightning_zero.config import Placement
 from lightning_zero.engine import ZeroEngine
@@ -48,7 +48,6 @@ from lightning_zero.extensions.nvme.files import FileSystem
 from lightning_zero.extensions.nvme.pipeline import Request
 from lightning_zero.offload.host import host_memory, view_of
 from lightning_zero.optim.sharded import ShardedOptimizer
-from lightning_zero.plan.costs import build_plan
 from lightning_zero.session.session import make_steps, make_tiers
 
 PARTS = ("files", "host", "training", "device")

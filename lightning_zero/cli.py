@@ -1,6 +1,6 @@
 """The command line: ``lightning-zero`` (= ``python -m lightning_zero``).
 
-Help imports no torch, and what is done with checkpoints and plans no Lightning: that takes seconds.
+Help imports no torch, and what is done with checkpoints no Lightning: that takes seconds.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,8 @@ from lightning_zero.engine.events import Span
 from lightning_zero.engine.unit import ReplicatedUnit
 from lightning_zero.errors import readable_size, table
 from lightning_zero.offload import OffloadedTensor
-from lightning_zero.plan import Plan
-from lightning_zero.plan.costs import CollectiveTraffic, OptimizerCost, StageMemory, expected_traffic, stage_memory
+from lightning_zero.plan import CollectiveTraffic, Plan
+from lightning_zero.registry import extension
 from lightning_zero.trainer.strategy import ZeroStrategy
 
 __all__ = ["CommunicationMonitor", "MemoryMonitor", "MemoryStats", "memory_stats"]
@@ -78,10 +78,10 @@ class StepMonitor(pl.Callback):
         """The summary: of each table a header, and rows as long as it is. Nothing if no step was measured."""
         return []
 
-    def log_numbers(self, trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
+    def log_numbers(self, trainer: pl.Trainer, metrics: dict[str, float]) -> None:
         """Give numbers to every logger of the Trainer; each writes on rank 0 only."""
         for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=step)
+            logger.log_metrics(metrics, step=int(trainer.fit_loop.epoch_loop._batches_that_stepped))  # as Lightning's
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Raise ValueError for a Trainer whose strategy has nothing to monitor."""
@@ -140,9 +140,7 @@ class StepMonitor(pl.Callback):
         if strategy is not None:
             self.detach(strategy.engine)
 
-    def teardown(self, *_: Any, **__: Any) -> None:
-        """Let go of the engine."""
-        self.on_exception()
+    teardown = on_exception
 
 
 def let_go(observers: list[Any], observer: Any) -> None:
@@ -151,22 +149,7 @@ def let_go(observers: list[Any], observer: Any) -> None:
         observers.remove(observer)
 
 
-def logging_step(trainer: pl.Trainer) -> int:
-    """Where Lightning puts its own metrics of this step on a logger's axis."""
-    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
-
-
 # ------------------------------------------------------------------------------------------------- what a step sends
-
-
-@dataclass
-class _Sums:
-    """Collectives by kind, summed over the measured steps."""
-
-    steps: int = 0
-    predicted: int = 0  # of them, those of which the plan has something to say
-    sent: dict[str, CollectiveTraffic] = field(default_factory=dict)
-    expected: dict[str, CollectiveTraffic] = field(default_factory=dict)
 
 
 class CommunicationMonitor(StepMonitor):
@@ -199,7 +182,10 @@ class CommunicationMonitor(StepMonitor):
         self._disturbed = False  # something was sent between the last step and this one, and may still be resident
         self._interrupted = False  # validation ran between two micro-steps of this step
         self._warned = False
-        self._sums = _Sums()
+        self._measured_steps = 0  # that were measured
+        self._predicted = 0  # of them, those of which the plan has something to say
+        # Collectives by kind, summed over the measured steps.
+        self._totals: dict[str, dict[str, CollectiveTraffic]] = {"sent": {}, "expected": {}}
 
     def attach(self, strategy: ZeroStrategy) -> None:
         strategy.engine.collectives.observers.append(self._note)
@@ -218,17 +204,17 @@ class CommunicationMonitor(StepMonitor):
         engine, expected = strategy.engine, None
         # The plan knows nothing of steps the user runs by hand.
         if trainer.lightning_module.automatic_optimization and len(strategy.optimizers) == 1:
-            traffic = expected_traffic(engine.plan, micro_steps=self._micro_steps)
+            traffic = engine.plan.expected_traffic(micro_steps=self._micro_steps)
             expected = {kind: getattr(traffic, kind) for kind in _kinds(engine.plan)}
             if self._step >= STEADY and not (self._disturbed or self._interrupted):
                 self._compare(expected)
         self._disturbed = False
         if self._measured and not self._interrupted:
-            self._sums.steps += 1
-            self._sums.predicted += expected is not None
-            _add(self._sums.sent, self._sent)
-            _add(self._sums.expected, expected or {})
-            self.log_numbers(trainer, self._metrics(expected or {}), logging_step(trainer))
+            self._measured_steps += 1
+            self._predicted += expected is not None
+            _add(self._totals["sent"], self._sent)
+            _add(self._totals["expected"], expected or {})
+            self.log_numbers(trainer, self._metrics(expected or {}))
         self._interrupted = False
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -242,14 +228,14 @@ class CommunicationMonitor(StepMonitor):
 
     def tables(self) -> list[list[tuple[str, ...]]]:
         """Means over the measured steps."""
-        sums, count = self._sums, self._sums.steps
+        count = self._measured_steps
         if not count:
             return []
         rows: list[tuple[str, ...]] = [(f"mean of {count} steps", "calls", "by plan", "bytes", "by plan", "ratio")]
-        for kind, sent in sums.sent.items():
+        for kind, sent in self._totals["sent"].items():
             calls, nbytes, ratio = "-", "-", "-"
-            plan = sums.expected.get(kind)
-            if plan is not None and sums.predicted == count:
+            plan = self._totals["expected"].get(kind)
+            if plan is not None and self._predicted == count:
                 calls, nbytes = f"{plan.calls / count:g}", readable_size(plan.nbytes // count)
                 ratio = f"{sent.nbytes / plan.nbytes:.3f}" if plan.nbytes else "-"
             rows.append((kind, f"{sent.calls / count:g}", calls, readable_size(sent.nbytes // count), nbytes, ratio))
@@ -329,7 +315,7 @@ class MemoryMonitor(StepMonitor):
     def _forget(self) -> None:
         super()._forget()
         self._watermark: Beside | None = None
-        self._expected: StageMemory | None = None
+        self._expected: Any = None
         self._held: MemoryStats | None = None
         self._peak = 0
         self._process: dict[str, int] = {}
@@ -359,7 +345,7 @@ class MemoryMonitor(StepMonitor):
         peak = max(self._held.total, lasting + passing)
         self._peak = max(self._peak, peak)
         self._process = _process_nbytes(engine.device)
-        self.log_numbers(trainer, self._metrics(peak), logging_step(trainer))
+        self.log_numbers(trainer, self._metrics(peak))
 
     def tables(self) -> list[list[tuple[str, ...]]]:
         """The last measured step, and the largest peak."""
@@ -409,13 +395,14 @@ class MemoryMonitor(StepMonitor):
         return found | {f"zero/memory/{name}": nbytes for name, nbytes in self._process.items()}
 
 
-def _expected_of(strategy: ZeroStrategy) -> StageMemory:
-    """What the plan says, for the optimizers that the run has."""
+def _expected_of(strategy: ZeroStrategy) -> Any:
+    """What the plan says, a ``StageMemory``, for the optimizers that the run has."""
+    costs_of = extension("planner", "leave out the MemoryMonitor")
     engine, plan = strategy.engine, strategy.engine.plan
-    rank, accelerator = engine.collectives.rank, engine.device.type != "cpu"
-    costs = [OptimizerCost.of(optimizer) for optimizer in strategy.optimizers]
-    first = costs[0] if costs else OptimizerCost(name="none", state=0)
-    found = stage_memory(plan, "", rank, first, receive_buffer=engine.collectives.receives, accelerator=accelerator)
+    costs = [costs_of.OptimizerCost.of(optimizer) for optimizer in strategy.optimizers]
+    first = costs[0] if costs else costs_of.OptimizerCost(name="none", state=0)
+    wire = {"receive_buffer": engine.collectives.receives, "accelerator": engine.device.type != "cpu"}
+    found = costs_of.stage_memory(plan, "", engine.collectives.rank, first, **wire)
     if len({(cost.state, cost.whole) for cost in costs}) > 1 and not any(cost.whole for cost in costs):
         # The formula knows one optimizer; of several, each counts for what this rank's part of it steps on.
         offloaded, state = plan.offload is not None and plan.offload.optimizer, 0

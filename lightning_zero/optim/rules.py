@@ -27,13 +27,36 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero._torch import bare_step, tree_leaves
+from lightning_zero._torch import bare_step, tree_leaves, without_hooks
 from lightning_zero.config import Tier
 from lightning_zero.errors import UnsupportedOptimizerError, ZeroError
 from lightning_zero.optim.agreement import lines_of
-from lightning_zero.plan.costs import OptimizerCost
 
-__all__ = ["check_offloadable", "optimizer_rule", "refuse_closure", "try_in_parts"]
+__all__ = ["check_offloadable", "optimizer_rule", "refuse_closure", "steps_on_slices", "torch_class", "try_in_parts"]
+
+_ELEMENTWISE = frozenset(
+    {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+)
+
+
+def torch_class(cls: type) -> Any:
+    """The optimizer of torch that a class is or derives from, or ``None``."""
+    return next((base for base in cls.__mro__ if base.__module__.startswith("torch.optim")), None)
+
+
+def steps_on_slices(optimizer: Optimizer | type) -> bool:
+    """Whether an optimizer, or one of a class, steps as one of torch's that works element by element does."""
+    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+    base = torch_class(cls)
+    if base is None or base.__name__ not in _ELEMENTWISE:
+        return False
+    derived = [vars(each) for each in cls.__mro__[: cls.__mro__.index(base)]]
+    # Without what torch puts around a class's step when the first optimizer of it is made, also where it inherits it.
+    if any(without_hooks(own["step"]) is not without_hooks(base.step) for own in derived if "step" in own):
+        return False
+    # An `_init_group` sees, and may change, all that the step is about to update.
+    own_group = any(own.get("_init_group", base._init_group) is not base._init_group for own in derived)
+    return not own_group and (optimizer is cls or "_init_group" not in vars(optimizer))
 
 
 def optimizer_rule(optimizer: Optimizer) -> str:
@@ -57,7 +80,7 @@ def optimizer_rule(optimizer: Optimizer) -> str:
         )
     if _needs_closure(optimizer):
         return "closure"
-    return "whole" if OptimizerCost.of(optimizer).whole else "elementwise"
+    return "elementwise" if steps_on_slices(optimizer) else "whole"
 
 
 def check_offloadable(optimizer: Optimizer, label: str, rule: str, tier: Tier, device: torch.device) -> None:

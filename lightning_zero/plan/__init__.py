@@ -23,7 +23,18 @@ from lightning_zero.plan.layout import (
     align_up,
     rest_of,
 )
-from lightning_zero.plan.plan import FETCH_UNITS, KEPT_NBYTES, STAGING_BUFFERS, Plan, UnitPlan, pack
+from lightning_zero.plan.plan import (
+    FETCH_UNITS,
+    KEPT_NBYTES,
+    STAGING_BUFFERS,
+    CollectiveTraffic,
+    Plan,
+    Traffic,
+    UnitPlan,
+    ZeroPlan,
+    build_plan,
+    pack,
+)
 from lightning_zero.plan.tree import check_memory, sums_in_place
 from lightning_zero.plan.units import find_recomputed
 
@@ -36,14 +47,18 @@ __all__ = [
     "STAGING_BUFFERS",
     "BufferPiece",
     "BufferSpec",
+    "CollectiveTraffic",
     "DtypeRules",
     "FlatLayout",
     "ParameterSpec",
     "Plan",
     "Rest",
     "ShardSlice",
+    "Traffic",
     "UnitPlan",
+    "ZeroPlan",
     "align_up",
+    "build_plan",
     "check_memory",
     "deal_out",
     "find_recomputed",

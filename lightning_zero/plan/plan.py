@@ -7,6 +7,16 @@ autograd saved in forward are valid again once the unit is gathered again in bac
 time (a unit and those nested in it) must never share a slot, hence no slot is shared between depths. Units that follow
 one another should not, so that one can be gathered while the other computes; those further apart do, whatever their
 sizes: embedding and head of a language model have one slot, and in between blocks use it too.
+
+[Note: counting traffic]
+Bytes are those of the whole flat buffer, as the ZeRO paper counts them (section 7): an all-gather or a reduce-scatter
+of n elements counts n, of which a rank sends the fraction (world size - 1) / world size. With a model of P elements,
+replicated parameters cost 2 P per step and sharded ones 3 P, less what is still resident when it is needed again.
+Buffers that rank 0 sends, once per step, come on top.
+
+With shard groups smaller than the world all of that, but for the buffers, happens within each group; and once per step
+the gradient shards are all-reduced across the groups (the second hop of MiCS, arXiv:2205.00119). An all-reduce of n
+elements counts n, of which a rank sends 2 (groups - 1) / groups.
 """
 
 from __future__ import annotations
@@ -14,8 +24,8 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,7 +43,7 @@ from lightning_zero.config import (
     validate_prefetch,
     validate_units,
 )
-from lightning_zero.plan.buckets import BufferSpec, limit_bucket, make_buckets, sent_buffers
+from lightning_zero.plan.buckets import BufferSpec, limit_bucket, make_buckets, make_pieces, sent_buffers
 from lightning_zero.plan.layout import (
     ALIGNMENT,
     PAGE_NBYTES,
@@ -46,6 +56,7 @@ from lightning_zero.plan.layout import (
 )
 from lightning_zero.plan.tree import ModuleTree, refuse_modules
 from lightning_zero.plan.units import UnitSpec, find_named, find_units, full_precision_names
+from lightning_zero.registry import extension
 
 __all__ = [
     "MIXED_DTYPES",
@@ -53,9 +64,13 @@ __all__ = [
     "FETCH_UNITS",
     "KEPT_NBYTES",
     "STAGING_BUFFERS",
+    "CollectiveTraffic",
     "Plan",
+    "Traffic",
     "UnitPlan",
+    "ZeroPlan",
     "assign_slots",
+    "build_plan",
     "pack",
 ]
 
@@ -79,9 +94,6 @@ CAST_NBYTES = 16 * 2**20
 """Bytes of weights that are cast at a time on their way to an accelerator."""
 
 
-AnyPlan = TypeVar("AnyPlan", bound="Plan")
-
-
 def pack(parts: Iterable[tuple[int, torch.dtype]]) -> tuple[tuple[int, ...], int]:
     """Place flat buffers, given as (elements, dtype), one after the other in a byte buffer.
 
@@ -94,6 +106,55 @@ def pack(parts: Iterable[tuple[int, torch.dtype]]) -> tuple[tuple[int, ...], int
         offsets.append(start)
         end = start + numel * dtype.itemsize
     return tuple(offsets), end
+
+
+@dataclass(frozen=True)
+class CollectiveTraffic:
+    """Collectives of one kind."""
+
+    calls: int = 0
+    numel: int = 0  #: Elements of their flat buffers, padding included.
+    nbytes: int = 0  #: The same in bytes of the dtype on the wire.
+
+    @classmethod
+    def over(cls, buffers: Iterable[tuple[int, torch.dtype]]) -> CollectiveTraffic:
+        """One for each flat buffer, of so many elements of a dtype."""
+        return sum((cls(1, numel, numel * dtype.itemsize) for numel, dtype in buffers), cls())
+
+    def __add__(self, other: CollectiveTraffic) -> CollectiveTraffic:
+        return CollectiveTraffic(self.calls + other.calls, self.numel + other.numel, self.nbytes + other.nbytes)
+
+    def times(self, count: int) -> CollectiveTraffic:
+        """The same collectives ``count`` times."""
+        return CollectiveTraffic(self.calls * count, self.numel * count, self.nbytes * count)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one step, by kind, of so many ranks in groups of so many. See [Note: counting traffic]."""
+
+    all_gather: CollectiveTraffic = CollectiveTraffic()
+    reduce_scatter: CollectiveTraffic = CollectiveTraffic()
+    broadcast: CollectiveTraffic = CollectiveTraffic()
+    all_reduce: CollectiveTraffic = CollectiveTraffic()
+    world_size: int = field(default=1, compare=False)
+    group_size: int = field(default=1, compare=False)
+    # Of what is gathered, what crosses hosts: copies beside masters, and what nobody may round.
+    copies: CollectiveTraffic = field(default=CollectiveTraffic(), compare=False)
+    exact: CollectiveTraffic = field(default=CollectiveTraffic(), compare=False)
+
+    @property
+    def total(self) -> CollectiveTraffic:
+        """All kinds together."""
+        return self.all_gather + self.reduce_scatter + self.broadcast + self.all_reduce
+
+    @property
+    def sent_nbytes(self) -> int:
+        """What one rank sends; it receives as many."""
+        size, groups = self.group_size, self.world_size // self.group_size
+        sent = (self.all_gather.nbytes + self.reduce_scatter.nbytes) * (size - 1) // size
+        sent += self.broadcast.nbytes * (self.world_size - 1) // self.world_size
+        return sent + 2 * self.all_reduce.nbytes * (groups - 1) // groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +195,10 @@ class UnitPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ZeroPlan:
     """Who holds what, in what order it moves, and how many bytes that takes. Numbers only; equal on all ranks.
+
+    ``build_plan`` makes one.
 
     Attributes:
         placement: what is replicated and what is sharded between uses.
@@ -209,6 +272,89 @@ class Plan:
         cast = (la.shard_numel * la.compute_dtype.itemsize for la in away if la.dtype != la.compute_dtype)
         return max(gradients, default=0), min(CAST_NBYTES, max(cast, default=0))
 
+    def expected_traffic(self, *, micro_steps: int = 1) -> Traffic:
+        """Traffic of one step of ``micro_steps`` forwards and backwards; zero for a single rank, which needs no wire.
+
+        Buffers are not sent in the step after an evaluation, whose first batch has had them.
+
+        Raises:
+            ValueError: if ``micro_steps`` is less than 1.
+        """
+        if micro_steps < 1:
+            raise ValueError(f"A step has at least one micro-step, got {micro_steps}.")
+        placement, units, trainable = self.placement, self.units, self.trainable_layouts
+        gathered = reduced = buffers = across = copies = exact = CollectiveTraffic()
+        if self.world_size > 1:
+            pieces = make_pieces(self.buffers)
+            buffers = CollectiveTraffic.over((piece.nbytes, torch.uint8) for piece in pieces)
+        if self.world_size > self.group_size:
+            across = CollectiveTraffic.over((la.shard_numel, la.dtype) for la in trainable)
+        if self.group_size > 1:
+            reduced = CollectiveTraffic.over((la.numel, la.reduce_dtype) for la in trainable)
+            reduced = reduced.times(micro_steps if placement.shards_gradients else 1)
+            if placement.shards_parameters:
+                gathered = copies = _gather(la for index in self.gathers(micro_steps)[0] for la in units[index].layouts)
+                if placement.keeping:
+                    copies = _gather(la for unit in units if unit.trainable_layouts for la in unit.layouts)
+            else:  # what the optimizer updated, gathered once, after it
+                mixed = {unit.index for unit in units if any(la.compute_dtype != la.dtype for la in unit.layouts)}
+                exact = _gather(la for unit in units if unit.index not in mixed for la in unit.trainable_layouts)
+                copies = _gather(la for unit in units if unit.index in mixed for la in unit.trainable_layouts)
+                gathered = exact + copies
+        return Traffic(gathered, reduced, buffers, across, self.world_size, self.group_size, copies, exact)
+
+    def gathers(self, micro_steps: int = 1) -> tuple[tuple[int, ...], dict[int, int]]:
+        """Indices of the units in the order in which one step gathers them, where parameters are sharded; and by their
+        slots the entirely frozen ones, which outlast the optimizer step.
+
+        Every unit runs once per forward, in plan order, and once per backward: siblings in reverse, a unit before those
+        nested in it. A unit stays resident until another one is gathered into its slot, the root throughout. Weights do
+        not change between the micro-steps of a step, so residents stay valid; after the optimizer step all are stale
+        but those of entirely frozen units. Units without parameters (an empty root) are not gathered.
+
+        An upper bound where autograd has no reason to run a unit's backward: a frozen unit with nothing trainable
+        before it is gathered in forward only, which the plan cannot know.
+        """
+        nested: dict[int | None, list[UnitPlan]] = {}
+        for unit in self.units:
+            # Ancestors ascend in registration order, so the innermost comes last.
+            nested.setdefault(unit.ancestors[-1] if unit.ancestors else None, []).append(unit)
+        backward: list[UnitPlan] = []  # a unit's backward starts at its outputs
+        waiting = list(nested.get(None, ()))
+        while waiting:
+            backward.append(waiting.pop())
+            waiting.extend(nested.get(backward[-1].index, ()))
+        resident: dict[int, int] = {}
+        gathered: list[int] = []
+        for _ in range(2):  # what the step before left behind is known only in the second one
+            gathered = []
+            for unit in (*self.units, *backward) * micro_steps:
+                if unit.layouts and unit.slot is not None and resident.get(unit.slot) != unit.index:
+                    resident[unit.slot] = unit.index
+                    gathered.append(unit.index)
+            resident = {slot: index for slot, index in resident.items() if not self.units[index].trainable_layouts}
+        return tuple(gathered), resident
+
+    def expected_memory(self, **settings: Any) -> Any:
+        """Bytes on one rank's device, a ``Memory``; ``settings`` are those of ``planner.costs.expected_memory``."""
+        return extension("planner").expected_memory(self, **settings)
+
+    def expected_host_memory(self, **settings: Any) -> Any:
+        """Bytes that offloading keeps in one rank's host memory; see ``planner.costs.expected_host_memory``."""
+        return extension("planner").expected_host_memory(self, **settings)
+
+    def expected_disk(self, **settings: Any) -> Any:
+        """Bytes that offloading keeps in one rank's files; see ``planner.costs.expected_disk``."""
+        return extension("planner").expected_disk(self, **settings)
+
+    def describe(self, **settings: Any) -> str:
+        """The plan as a table for people: units, totals, traffic and memory.
+
+        ``settings``: ``optimizer``, an ``OptimizerCost``; ``accelerator``, whether the device is one; ``micro_steps``.
+        """
+        text: str = extension("planner").describe_plan(self, **settings)
+        return text
+
     def summary_lines(self) -> tuple[str, ...]:
         """The plan as canonical text: settings, then each unit, layout and parameter on a line of its own.
 
@@ -255,7 +401,7 @@ class Plan:
 
     @classmethod
     def build(
-        cls: type[AnyPlan],
+        cls,
         module: nn.Module,
         *,
         placement: Placement | None = None,
@@ -269,7 +415,7 @@ class Plan:
         full_precision: Sequence[str] = (),
         offload: OffloadLike = None,
         broadcast_buffers: bool = True,
-    ) -> AnyPlan:
+    ) -> ZeroPlan:
         """Turn a module, settings and a world size into a plan. Needs no process group, no device and no data.
 
         Args:
@@ -341,6 +487,17 @@ class Plan:
             offload=offload,
             buffers=tuple(BufferSpec.of(*named) for named in sent_buffers(module)) if broadcast_buffers else (),
         )
+
+
+Plan = ZeroPlan
+"""Its name inside of the package."""
+
+build_plan = ZeroPlan.build
+"""Turn a module, settings and a world size into a plan; see ``ZeroPlan.build``."""
+
+
+def _gather(layouts: Iterable[FlatLayout]) -> CollectiveTraffic:
+    return CollectiveTraffic.over((layout.numel, layout.compute_dtype) for layout in layouts)
 
 
 def _layouts(parameters: Sequence[ParameterSpec], group_size: int, dtypes: DtypeRules) -> tuple[FlatLayout, ...]:

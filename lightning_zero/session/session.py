@@ -25,8 +25,7 @@ from lightning_zero.optim.agreement import agree_on_set_up
 from lightning_zero.optim.rules import optimizer_rule
 from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.optim.stepper import Steps
-from lightning_zero.plan import Plan, check_memory
-from lightning_zero.plan.costs import ZeroPlan, build_plan
+from lightning_zero.plan import Plan, build_plan, check_memory
 from lightning_zero.registry import extension
 from lightning_zero.session.checkpoints import Checkpoints
 from lightning_zero.session.state import (
@@ -180,7 +179,7 @@ class ZeroSession:
             )
         values.check(control, stored)
 
-    def _plan(self, module: nn.Module, dtypes: Dtypes, collectives: Collectives) -> ZeroPlan:
+    def _plan(self, module: nn.Module, dtypes: Dtypes, collectives: Collectives) -> Plan:
         settings = self.settings
         plan = build_plan(
             module,

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightning_zero.comm import Collectives, Groups, Pending, choose_collectives
 from lightning_zero.config import Placement, SessionSettings
-from lightning_zero.plan.costs import expected_traffic
 from lightning_zero.session.session import ZeroSession
 from tests.helpers.models import ZOO
 from tests.helpers.probe import masters
@@ -83,7 +82,7 @@ def train(wrap: Callable[[Collectives], Collectives]) -> tuple[ZeroSession, list
 def test_a_wire_that_counts_sees_the_bytes_of_the_plan() -> None:
     def run(rank: int) -> tuple[list[Any], dict[str, int]]:
         session, _, counted = train(Counting)
-        traffic = expected_traffic(session.engine.plan, micro_steps=1)
+        traffic = session.engine.plan.expected_traffic(micro_steps=1)
         return counted, {"all_gather": traffic.all_gather.nbytes, "reduce_scatter": traffic.reduce_scatter.nbytes}
 
     for counted, expected in run_world(2, run):

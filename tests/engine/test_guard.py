@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from lightning_zero import HostOffload
+from lightning_zero import HostOffload, build_plan
 from lightning_zero._torch import top_saved_tensor_hooks
 from lightning_zero.comm import LocalCollectives, Streams
 from lightning_zero.engine.build import UnitBuilder
 from lightning_zero.engine.guard import SavedTensorGuard
 from lightning_zero.engine.unit import ShardedUnit
 from lightning_zero.meta import MetaValues
-from lightning_zero.plan.costs import build_plan
 from tests.helpers.wires import make_means
 
 CPU = torch.device("cpu")

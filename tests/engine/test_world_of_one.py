@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero import HostOffload
+from lightning_zero import HostOffload, build_plan
 from lightning_zero.comm import ControlGroup
 from lightning_zero.comm.collectives import LocalCollectives
 from lightning_zero.config import Placement
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.offload import MemoryTiers
-from lightning_zero.plan.costs import build_plan
 from lightning_zero.shards.binding import is_absent
 
 WIDTH = 8

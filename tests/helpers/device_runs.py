@@ -31,9 +31,9 @@ from lightning_zero.comm import GlooCollectives, Groups, Pending, Streams, nativ
 from lightning_zero.comm.groups import RANKS_PER_HOST
 from lightning_zero.config import Placement, SessionSettings
 from lightning_zero.extensions.compression.codes import Format, compress, decompress, format_nbytes
+from lightning_zero.extensions.planner.costs import OptimizerCost
 from lightning_zero.offload.host import HostMemory, host_memory
 from lightning_zero.offload.transfers import Copy, Transfers
-from lightning_zero.plan.costs import OptimizerCost
 from lightning_zero.session.session import ZeroSession
 from tests.helpers.device_models import beside_ddp
 from tests.helpers.script import run_forked

@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.errors import OffloadError, UnsupportedOptimizerError
+from lightning_zero.extensions.planner.costs import OptimizerCost
 from lightning_zero.optim.rules import optimizer_rule, refuse_closure
-from lightning_zero.plan.costs import OptimizerCost
 
 KNOWN = [
     cls

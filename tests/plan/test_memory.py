@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_zero import ZeroPlan, build_plan
 from lightning_zero.config import HostOffload, NvmeOffload, Offload
-from lightning_zero.plan.costs import DiskBytes, HostBytes, Memory, OptimizerCost, ZeroPlan, build_plan
+from lightning_zero.extensions.planner.costs import DiskBytes, HostBytes, Memory, OptimizerCost
 
 # Four layers of 64 x 64 = 4,096 elements, the last one frozen, on 2 ranks.
 LAYER = 4_096

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_zero import ZeroPlan, build_plan
 from lightning_zero.config import HostOffload, NvmeOffload, Offload, Placement
-from lightning_zero.plan.costs import ZeroPlan, build_plan
 from tests.plan.models import Block, Gpt, on_meta
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_zero import build_plan
 from lightning_zero.config import HostOffload, NvmeOffload, Offload, Placement, Tier
 from lightning_zero.plan import FlatLayout, ParameterSpec, Rest, rest_of
-from lightning_zero.plan.costs import build_plan
 from tests.plan.models import Block, on_meta
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.plan.costs import build_plan
+from lightning_zero import build_plan
 from tests.helpers.counting import calls_of
 from tests.plan.models import Llama70B, numel, on_meta
 

@@ -14,13 +14,14 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_zero import ZeroPlan, build_plan
 from lightning_zero.comm import LocalCollectives
 from lightning_zero.config import HostOffload, Placement
 from lightning_zero.engine.build import UnitBuilder
+from lightning_zero.extensions.planner.costs import OptimizerCost
 from lightning_zero.extensions.planner.estimate import estimate_memory
 from lightning_zero.meta import MetaValues
-from lightning_zero.plan import deal_out
-from lightning_zero.plan.costs import CollectiveTraffic, OptimizerCost, ZeroPlan, build_plan
+from lightning_zero.plan import CollectiveTraffic, deal_out
 from tests.helpers.wires import make_means
 
 LAYERS, WIDTH = 8, 512

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.plan.costs import CollectiveTraffic, Traffic, build_plan, gather_order
+from lightning_zero.plan import CollectiveTraffic, Traffic, build_plan
 from tests.plan.models import Gpt, on_meta
 
 
@@ -29,9 +29,9 @@ def test_the_last_units_of_forward_are_still_resident_in_backward(prefetch: int)
 def test_the_order_of_gathers() -> None:
     # Index 0 is the empty root. Units 1, 3, 5 share a slot and 2, 4 the other; 5 and 4 are resident after the forward.
     plan = build_plan(layers(5), world_size=2)
-    assert gather_order(plan) == (1, 2, 3, 4, 5, 3, 2, 1)
+    assert plan.gathers()[0] == (1, 2, 3, 4, 5, 3, 2, 1)
     # Then 1 and 2 are resident; 3 evicts 1, 4 evicts 2, 5 evicts 3.
-    assert gather_order(plan, micro_steps=2) == (1, 2, 3, 4, 5, 3, 2, 1, 3, 4, 5, 3, 2, 1)
+    assert plan.gathers(2)[0] == (1, 2, 3, 4, 5, 3, 2, 1, 3, 4, 5, 3, 2, 1)
 
 
 def test_micro_steps_keep_what_is_resident() -> None:
@@ -46,7 +46,7 @@ def test_micro_steps_keep_what_is_resident() -> None:
 
 def test_nested_units_are_gathered_after_those_around_them() -> None:
     plan = build_plan(on_meta(Gpt, blocks=2), world_size=2, units=["Block", "Linear"], prefetch=0)
-    names = [plan.units[index].name for index in gather_order(plan)]
+    names = [plan.units[index].name for index in plan.gathers()[0]]
     forward = [
         "",
         "blocks.0",

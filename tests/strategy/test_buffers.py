@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 
 from lightning_zero import CommunicationMonitor, ZeroStrategy, load_full_state_dict
 from lightning_zero.engine import BufferBroadcast
+from lightning_zero.plan import CollectiveTraffic
 from lightning_zero.plan.buckets import PIECE_NBYTES
-from lightning_zero.plan.costs import CollectiveTraffic
 from tests.helpers.cases import WIDTH, Stack
 from tests.helpers.cases import Block as Plain
 from tests.helpers.training import make_trainer

@@ -22,7 +22,7 @@ from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import CheckpointError, OffloadError
 from lightning_zero.extensions.nvme import FileTensor, make_tiers
 from lightning_zero.extensions.nvme.files import FileSystem
-from lightning_zero.plan.costs import build_plan
+from lightning_zero.plan import build_plan
 from tests.extensions.nvme.stores import flip
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero import HostOffload
-from lightning_zero.plan.costs import OptimizerCost
+from lightning_zero.extensions.planner.costs import OptimizerCost
 from tests.helpers.allocator import Allocations
 from tests.helpers.cases import Block, Case, case, features
 from tests.helpers.counting import LiveTensors

@@ -27,7 +27,6 @@ from lightning_zero import (
     grad_norm,
 )
 from lightning_zero.comm import CollectiveCall, Groups
-from lightning_zero.plan.costs import expected_traffic
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import WorldError, run_world
 
@@ -220,7 +219,7 @@ def test_shards_are_averaged_over_groups_once_in_a_step(stage: int) -> None:
     def run(rank: int) -> tuple[Any, Any]:
         counts = Counts()
         module = fit(stage, 2, Net(), callbacks=[counts], accumulate_grad_batches=2)
-        expected = expected_traffic(module.trainer.strategy.engine.plan, micro_steps=2)  # type: ignore[attr-defined]
+        expected = module.trainer.strategy.engine.plan.expected_traffic(micro_steps=2)  # type: ignore[attr-defined]
         return counts.found, expected
 
     for found, expected in run_world(4, run, timeout=120):

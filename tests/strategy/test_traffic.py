@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.plan.costs import CollectiveTraffic, Traffic, gather_order
+from lightning_zero.plan import CollectiveTraffic, Traffic
 from tests.helpers.cases import Block, Case, Stack, case
 from tests.helpers.models import ZOO
 from tests.helpers.probe import Probe, fit
@@ -82,7 +82,7 @@ def observe(model: Case, stage: int, accumulate: int, precision: Any = None, **s
     gathers = [[call.what for call in calls if call.kind == "all_gather"] for calls in wire.steps]
     expected_order = []
     if plan.placement.shards_parameters:
-        for index in gather_order(plan, micro_steps=accumulate):
+        for index in plan.gathers(accumulate)[0]:
             unit = plan.units[index]
             expected_order += [f"parameters of unit '{unit.name or '(root)'}'"] * len(unit.layouts)
     return {

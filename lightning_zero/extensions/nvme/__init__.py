@@ -8,7 +8,7 @@ import platform
 import torch
 
 from lightning_zero.comm import ControlGroup, Streams
-from lightning_zero.config import NvmeOffload
+from lightning_zero.config import NvmeOffload, Tier
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import OffloadError
 from lightning_zero.extensions.nvme.files import FileSystem, FileTensor, fill_from
@@ -16,8 +16,7 @@ from lightning_zero.extensions.nvme.pipeline import Pipeline, Request
 from lightning_zero.extensions.nvme.step import FileSteps
 from lightning_zero.extensions.nvme.store import FileTiers, NvmeStore
 from lightning_zero.optim.stepper import Steps
-from lightning_zero.plan import FETCH_UNITS, Plan
-from lightning_zero.plan.costs import expected_disk
+from lightning_zero.plan import FETCH_UNITS, PAGE_NBYTES, Plan, align_up
 
 __all__ = ["FileSteps", "FileTensor", "FileTiers", "NvmeStore", "Pipeline", "Request", "fill_from"]
 
@@ -54,7 +53,10 @@ def make_tiers(
 
     try:
         control.together(f"offload to '{offload.path}'", make, OffloadError)
-        _check_room(made[0], expected_disk(plan, optimizer_tensors=0).total, control)  # masters of all ranks are alike
+        rests = [(layout, plan.rest_of(layout)) for layout in plan.layouts]  # alike on all ranks
+        sizes = [la.shard_numel * la.dtype.itemsize for la, rest in rests if rest.master is Tier.DISK]
+        sizes += [la.shard_numel * la.compute_dtype.itemsize for la, rest in rests if rest.weights is Tier.DISK]
+        _check_room(made[0], sum(align_up(size, PAGE_NBYTES) for size in sizes), control)
     except BaseException:
         for store in made:
             store.close()

@@ -1,103 +1,56 @@
-"""``lightning-zero plan``: how a model would be split, what every stage would take, and which one to choose.
-
-[Note: without Lightning]
-
-To import Lightning takes several seconds, which is most of what a plan takes. The options of a plan and those of the
-Trainer that count in one can be read without it, and so can a number of parameters and a configuration of transformers
-be planned. Whatever else is on the command line goes to ``PlanCLI``, which knows every option of ``fit``.
-"""
+"""``lightning-zero plan``: how a model would be split, what every stage would take, and which one to choose."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
+import os
+import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
-from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
-from torch import nn
+from lightning.fabric.plugins.precision.precision import _PRECISION_INPUT_STR_ALIAS_CONVERSION
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero._torch import tree_leaves
-from lightning_zero.config import Stage
-from lightning_zero.extensions.planner.estimate import (
-    MemoryEstimate,
-    Recommendation,
-    Way,
-    describe_ways,
-    estimate_memory,
-    fastest_way,
-    parse_speed,
-    ways_to_send,
+from lightning_zero.comm.groups import shard_span
+from lightning_zero.config import (
+    ActivationPolicy,
+    Compression,
+    HostOffload,
+    NvmeOffload,
+    Offload,
+    Placement,
+    SessionSettings,
+    Stage,
+    parse_size,
+    validate_offload,
 )
-from lightning_zero.extensions.planner.options import OPTIONS
-from lightning_zero.extensions.planner.report import plan_numbers
-from lightning_zero.extensions.planner.settings import (
-    MEASURED,
-    adapted,
-    arguments_of,
-    memory_of,
-    model_of_config,
-    parsed,
-    plan_settings,
-    precision_of,
-    tokens_for,
-)
-from lightning_zero.plan.costs import ADAM, OptimizerCost, ZeroPlan, build_plan
+from lightning_zero.extensions.planner import GONE, OPTIONS, WHAT
+from lightning_zero.extensions.planner.costs import ADAM, OptimizerCost
+from lightning_zero.extensions.planner.estimate import MemoryEstimate, estimate_memory, plan_numbers
+from lightning_zero.extensions.planner.measure import ActivationBytes, first_batch, measure_activations
+from lightning_zero.plan import ZeroPlan, build_plan
 from lightning_zero.registry import extension
+from lightning_zero.trainer.cli import DEFAULT_STRATEGY, ZeroCLI
+from lightning_zero.trainer.precision import ZeroPrecision
 
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
+__all__ = ["MEASURED", "PlanCLI", "Planner", "planner_of", "tokens_for"]
 
-    from lightning_zero.extensions.planner.measure import ActivationBytes
-
-__all__ = ["Planner", "add_plan_options", "planner_without_lightning"]
-
-# Of the Trainer's arguments those that count in a plan, with the values that need no class.
-_TRAINER: Mapping[str, tuple[Any, Any]] = {
-    "accelerator": (str, "auto"),
-    "strategy": (Literal[tuple(f"zero{stage}" for stage in get_args(Stage))], "zero3"),  # that of ``ZeroCLI``
-    "devices": (list[int] | str | int, "auto"),
-    "num_nodes": (int, 1),
-    "precision": (str | int | None, None),
-    "accumulate_grad_batches": (int, 1),
-}
-
-
-def add_plan_options(parser: ArgumentParser) -> None:
-    """Add what describes the model and the machine, and the settings of the plan."""
-    types: dict[str, Any] = {"stage": Stage, "bucket_mib": PositiveFloat, "prefetch": NonNegativeInt}
-    types |= {"units": list[str], "offload": Literal["host", "nvme", "none"]}
-    types |= dict.fromkeys(("world_size", "batch_size", "sequence_length", "lora"), PositiveInt)
-    for name, text in OPTIONS.items():  # all may be left out, and have their hyphens as hyphens too
-        spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
-        kind: dict[str, Any] = {"type": types.get(name, str) | None, "default": None}
-        parser.add_argument(*spellings, help=text, **({"action": "store_true"} if name == "json" else kind))
-
-
-def planner_without_lightning(args: Sequence[str]) -> Planner | None:
-    """The planner of a command line, or ``None`` if that needs Lightning; see [Note: without Lightning].
-
-    Raises as ``Planner``.
-    """
-    parser = ArgumentParser(exit_on_error=False, add_help=False)
-    add_plan_options(parser)
-    for name, (kind, default) in _TRAINER.items():
-        parser.add_argument(f"--trainer.{name}", type=kind, default=default)
-    try:
-        config = parser.parse_args(list(args))
-    except ArgumentError:  # what it is about is for the other parser to say
-        return None
-    if config.activations == MEASURED:
-        return None
-    config.model = config.data = config.trainer.plugins = None
-    return Planner(config, parser)
+MEASURED = "measured"
 
 
 class Planner:
@@ -117,13 +70,15 @@ class Planner:
             raise ValueError(
                 f"one of --model (or a configuration with it), --hf-config, --parameters is needed{found}."
             )
+        for name, instead in GONE.items():
+            if config[name] is not None:
+                raise ValueError(f"--{name.replace('_', '-')} is gone: {instead}.")
         self.config, self._parser = config, parser
+        # "auto" stands for an accelerator, as plans are made for other machines.
+        self.on_host = config.trainer.accelerator == "cpu"
         self.settings, self.exchange, self.asked = plan_settings(config)
         precision = precision_of(config)
         self.memory = memory_of(config, self.settings["world_size"])
-        self.speeds = [parsed(config, f"link_{name}", parse_speed) for name in ("between", "within")]
-        if self.speeds[0] and config.trainer.num_nodes == 1:
-            raise ValueError("--link-between is between machines, and there is one: give --trainer.num_nodes.")
         self.model = self._module()
         found_optimizer = self._optimizer()
         if self.model is not None:
@@ -135,12 +90,6 @@ class Planner:
         self.settings |= {"param_dtype": precision.param_dtype, "reduce_dtype": precision.reduce_dtype}
         self.settings["full_precision"] = precision.full_precision
         self.measured, self.unknown = self._measured(precision, self.settings.pop("activations", None))
-
-    @property
-    def on_host(self) -> bool:
-        """Whether processes compute on CPUs; "auto" stands for an accelerator, as plans are made for other machines."""
-        on_host: bool = self.config.trainer.accelerator == "cpu"
-        return on_host
 
     def _module(self) -> nn.Module | None:
         if self.config.hf_config is not None:
@@ -180,11 +129,6 @@ class Planner:
         """Activations, if they are to be measured, and why they are not known. Raises ValueError without a batch."""
         if self.config.activations != MEASURED:
             return None, ""
-        from lightning_zero.extensions.planner.measure import (
-            first_batch,
-            measure_activations,  # imports torchmetrics, which imports transformers
-        )
-
         settings: Any = {name: self.settings.get(name) for name in ("param_dtype", "full_precision", "units")}
         settings |= {"accelerator": not self.on_host, "policy": policy}
         model: Any = self.model
@@ -229,13 +173,13 @@ class Planner:
             extension("compression").check(self.asked.compression, plan, scales_loss=False)
         return plan
 
-    def estimate(self, exchange: Mapping[str, Any] | None = None) -> MemoryEstimate:
-        """All stages side by side, with the configured exchange or another. Raises ValueError if it does not fit."""
+    def estimate(self) -> MemoryEstimate:
+        """All stages side by side. Raises ValueError if the settings do not fit."""
         settings = {name: value for name, value in self.settings.items() if name not in ("placement", "offload")}
         settings["activations"] = self.measured and self.measured.total
         if self.model is None:
             settings = {name: settings[name] for name in ("world_size", "param_dtype", "reduce_dtype")}
-        nodes, exchange = self.config.trainer.num_nodes, self.exchange if exchange is None else exchange
+        nodes, exchange = self.config.trainer.num_nodes, self.exchange
         alone = self.settings["world_size"] == nodes > 1  # others read one another's memory
         return estimate_memory(
             self.config.parameters if self.model is None else self.model,
@@ -249,44 +193,18 @@ class Planner:
             **settings,
         )
 
-    def ways(self) -> list[Way]:
-        """What links and memory a step takes, for every way to send what it sends."""
-        world_size = self.settings["world_size"]
-        ranks = world_size // self.config.trainer.num_nodes
-        node = ranks if 1 < ranks < world_size else None
-        spans = dict.fromkeys((None, node, self.exchange["shard_within"]))
-        exchanges: list[dict[str, Any]] = [{"shard_within": span} for span in spans]
-        exchanges += [{"secondary_shards": True}] if node else []
-        return ways_to_send([self.estimate(exchange) for exchange in exchanges], self.memory, self.speeds)
-
     def numbers(self) -> dict[str, Any]:
         """What ``describe`` says, in bytes and seconds; docs/planner.md has the keys."""
-        estimate, ways = self.estimate(), self.ways()
-        fastest = fastest_way(ways)
+        estimate = self.estimate()
         return {
             "plan": None if self.model is None else plan_numbers(self.plan(), estimate.micro_steps),
             "estimate": asdict(estimate),
             "activations": {"unknown": self.unknown} if self.unknown else self.measured and asdict(self.measured),
             "recommended": self.memory and asdict(estimate.recommend(**self.memory)),
-            "ways": [asdict(way) for way in ways],
-            "fastest": fastest and asdict(fastest),
         }
 
-    def draw(self, path: str) -> None:
-        """Write the picture of the stages side by side. Raises OSError or ValueError where that cannot be."""
-        estimate, memory = self.estimate(), self.memory or {}
-        offload = self._shows_offload(estimate.recommend(**memory) if memory else None)
-        estimate.draw(path, device_nbytes=memory.get("device_nbytes"), offload=offload)
-
-    def _shows_offload(self, advice: Recommendation | None) -> bool:
-        fits = [] if advice is None else [advice.name] if advice.name else advice.fits
-        only_with = advice is not None and all(name.endswith("_offload") for name in fits)
-        return only_with or self.settings["offload"] is not None
-
     def report(self) -> str:
-        """What the command prints, after it has drawn the picture that it was asked for."""
-        if self.config.plot is not None:
-            self.draw(self.config.plot)
+        """What the command prints."""
         return json.dumps(self.numbers(), indent=2) if self.config.json else self.describe()
 
     def describe(self) -> str:
@@ -296,7 +214,9 @@ class Planner:
             accelerator, steps = estimate.accelerator, estimate.micro_steps
             parts.append(self.plan().describe(optimizer=self.optimizer, accelerator=accelerator, micro_steps=steps))
         advice = None if self.memory is None else estimate.recommend(**self.memory)
-        offload = self._shows_offload(advice)
+        fits = [] if advice is None else [advice.name] if advice.name else advice.fits
+        only_with = advice is not None and all(name.endswith("_offload") for name in fits)
+        offload = only_with or self.settings["offload"] is not None
         parts.append(estimate.describe(offload=offload))
         parts += [self.unknown] if self.unknown else []
         if self.assumed:
@@ -307,17 +227,228 @@ class Planner:
         uncounted = advice is not None and advice.name is None and bool(advice.fits)
         if advice is not None:
             parts.append(f"Recommended: {advice.name or 'nothing'}. {advice.reason}")
-            parts[-1] += f" {self._how_to_count}" if uncounted else ""
-        if any(self.speeds):
-            ways = [way for way in self.ways() if offload or "_offload" not in way.stage]
-            parts.append(describe_ways(ways) + " Activations are not counted." * uncounted)
+            how = "Give --activations measured, or a size such as --activations 20GB."
+            parts[-1] += f" {how}" if uncounted else ""
         return "\n\n".join(parts)
 
-    @property
-    def _how_to_count(self) -> str:
-        if self.model is None:
-            return (
-                "Give --activations, for example 20GB; with --hf-config in place of --parameters they can be measured."
-            )
-        sizes = "" if self.config.hf_config is None else " --batch-size 1 --sequence-length 4096"
-        return f"Give --activations {MEASURED}{sizes}, or a size such as --activations 20GB."
+
+def planner_of(args: Sequence[str]) -> Planner:
+    """The planner of a command line without its first two words. Raises SystemExit for options that do not exist, and
+    as ``Planner``."""
+    return PlanCLI(
+        args=list(args),
+        run=False,
+        seed_everything_default=False,
+        save_config_callback=None,
+        load_from_checkpoint_support=False,
+        parser_kwargs={"prog": "lightning-zero plan", "description": WHAT},
+    ).planner
+
+
+class PlanCLI(ZeroCLI):
+    """Reads a configuration of ``fit`` with the options of a plan. Nothing is trained or allocated."""
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the trainer's arguments and the model's; data may be configured in any way."""
+        parser.add_lightning_class_args(Trainer, "trainer")
+        defaults = {"strategy": DEFAULT_STRATEGY, **self.trainer_defaults}
+        parser.set_defaults({f"trainer.{key}": value for key, value in defaults.items()})
+        parser.add_lightning_class_args(LightningModule, "model", subclass_mode=True, required=False)
+        parser.add_argument("--data", type=dict[str, Any] | str | None, default=None, help="Only to be measured with.")
+        for name in ("ckpt_path", "weights_only"):  # which `fit` has, and so a run's saved configuration
+            parser.add_argument(f"--{name}", type=Any, default=None, help="Not looked at.")
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add what describes the model and the machine, and the settings of the plan."""
+        types: dict[str, Any] = {"stage": Stage, "bucket_mib": PositiveFloat, "prefetch": NonNegativeInt}
+        types |= {"units": list[str], "offload": Literal["host", "nvme", "none"]}
+        types |= dict.fromkeys(("world_size", "batch_size", "sequence_length", "lora"), PositiveInt)
+        for name, text in {**OPTIONS, **GONE}.items():  # all may be left out, and have their hyphens as hyphens too
+            spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
+            kind: dict[str, Any] = {"type": types.get(name, str) | None, "default": None}
+            parser.add_argument(*spellings, help=text, **({"action": "store_true"} if name == "json" else kind))
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse ``args``, the command line without the word ``plan``.
+
+        ``LightningCLI`` does the same with a warning about ``sys.argv``, which holds that word too. A seed would be set
+        for nothing: nothing is initialised.
+        """
+        if isinstance(args, dict | Namespace):
+            self.config = parser.parse_object(args)
+        else:
+            args = [re.sub(r"^--data(?==\w|$)", "--data.class_path", arg) for arg in args or ()]
+            self.config = parser.parse_args(args)
+        self.config["seed_everything"] = False
+
+    def instantiate_classes(self) -> None:
+        """Make the planner. Raises SystemExit for a strategy that does not exist, and as ``Planner``."""
+        self._check_strategy()
+        self.planner = Planner(self.config, self.parser)
+
+
+# -------------------------------------------------------------------------------- what a configuration says of a plan
+
+
+def arguments_of(configured: Namespace) -> dict[str, Any]:
+    """The arguments of a configured class, which need not be named where only one can stand."""
+    if "class_path" not in configured:
+        return vars(configured)
+    return vars(configured.get("init_args") or Namespace())  # type: ignore[no-untyped-call]
+
+
+def plan_settings(config: Namespace) -> tuple[dict[str, Any], dict[str, Any], SessionSettings]:
+    """Arguments of ``build_plan``, of ``estimate_memory`` for the exchange, and both: options, else the strategy's."""
+    strategy = config.trainer.strategy
+    given: dict[str, Any] = {}
+    name = strategy.class_path.rpartition(".")[2] if isinstance(strategy, Namespace) else str(strategy)
+    if name.startswith("zero"):
+        given = StrategyRegistry[name]["init_params"] if name in StrategyRegistry else {}
+    if isinstance(strategy, Namespace) and (given or name == "ZeroStrategy"):
+        given = {**given, **arguments_of(strategy)}
+    names = ("stage", "units", "bucket_mib", "prefetch", "offload", "broadcast_buffers", "activations")
+    settings = {name: given[name] for name in names if given.get(name) is not None}
+    exchange = {name: given[name] for name in ("shard_within", "compression", "secondary_shards") if given.get(name)}
+    for name in ("stage", "units", "bucket_mib", "prefetch"):
+        if config[name] is not None:
+            settings[name] = config[name]
+    if "stage" not in settings:
+        shown = strategy.class_path if isinstance(strategy, Namespace) else repr(strategy)
+        raise ValueError(
+            f"trainer.strategy is {shown}, which has no ZeRO stage: give --stage, or --trainer.strategy zero3"
+        )
+    settings["placement"] = placement = Placement.from_stage(settings.pop("stage"))
+    settings["offload"] = _offload(config["offload"], settings.get("offload"), placement)
+    for found, name, kind in ((exchange, "compression", Compression), (settings, "activations", ActivationPolicy)):
+        if isinstance(chosen := found.get(name), Namespace):
+            found[name] = kind(**arguments_of(chosen))
+    asked = SessionSettings(**settings, **exchange)
+    settings |= {name: getattr(asked, name) for name in ("units", "activations") if name in settings}
+    devices = config.trainer.devices
+    if isinstance(devices, str) and devices.lstrip("-").isdigit():
+        devices = int(devices)
+    devices = len(devices) if isinstance(devices, list) and devices else devices
+    if not config.world_size and (not isinstance(devices, int) or devices < 1):
+        raise ValueError(f"--world-size is needed: trainer.devices is {devices!r}.")
+    world_size = config.world_size or devices * config.trainer.num_nodes
+    hosts: int = config.trainer.num_nodes
+    exchange["shard_within"] = span = shard_span(asked.shard_within, world_size // hosts, world_size)
+    sent: dict[str, Any] = {"secondary_shards": asked.secondary_shards, "compression": asked.compression}
+    settings["placement"] = asked.placement.on_hosts(hosts, world_size, span=span, **sent)
+    settings["world_size"] = world_size
+    return settings, exchange, asked
+
+
+def _offload(asked: str | None, configured: Any, placement: Placement) -> Offload | None:
+    """What ``--offload`` asks for, with the settings of the strategy's ``offload`` where they are of that kind."""
+    if isinstance(configured, Namespace):
+        settings = arguments_of(configured)
+        configured = (NvmeOffload if "path" in settings else HostOffload)(**settings)
+    policy, sharded = validate_offload(configured, placement), placement.shards_parameters
+    here = NvmeOffload(path=os.curdir, parameters=sharded)  # a plan does not look there
+    kinds: dict[str, Offload] = {"host": HostOffload(parameters=sharded), "nvme": here}
+    found = kinds.get(asked or "")
+    kept = asked is None or (policy is not None and found is not None and policy.tier is found.tier)
+    return policy if kept else found
+
+
+def precision_of(config: Namespace) -> ZeroPrecision:
+    """That of the Trainer's ``precision``, or of a ``ZeroPrecision`` among its plugins."""
+    trainer = config.trainer
+    name = str(trainer.precision or "32-true")
+    for plugin in trainer.plugins if isinstance(trainer.plugins, list) else [trainer.plugins]:
+        if isinstance(plugin, Namespace) and plugin.class_path.rpartition(".")[2] == "ZeroPrecision":
+            given = arguments_of(plugin)
+            names = ("precision", "reduce_dtype", "full_precision")
+            return ZeroPrecision(**{name: given[name] for name in names if name in given})
+    precision: Any = _PRECISION_INPUT_STR_ALIAS_CONVERSION.get(name, name)
+    return ZeroPrecision(precision)
+
+
+def memory_of(config: Namespace, world_size: int) -> dict[str, Any] | None:
+    """What there is, as ``recommend`` takes it; ``None`` if that is not said."""
+    device, host = (parsed(config, name) for name in ("device_memory", "host_memory"))
+    activations = None if config.activations == MEASURED else parsed(config, "activations")
+    if device is None and host is not None and config.trainer.accelerator == "cpu":
+        device = host * config.trainer.num_nodes // world_size  # a rank's share of what is device and host in one
+    if device is None and (host is not None or activations is not None):
+        raise ValueError("--host-memory and --activations need --device-memory beside them, for example 80GB.")
+    return None if device is None else {"device_nbytes": device, "host_nbytes": host, "activations_nbytes": activations}
+
+
+def parsed(config: Namespace, name: str) -> int | None:
+    """Bytes of an option."""
+    try:
+        return None if config[name] is None else parse_size(config[name])
+    except ValueError as error:
+        raise ValueError(f"--{name.replace('_', '-')}: {error}") from None
+
+
+def model_of_config(path: str) -> nn.Module:
+    """Build the model that a ``config.json``, or a folder with one, describes, on the meta device.
+
+    The class is the configuration's first architecture where ``transformers`` has it, else what it makes a causal
+    language model of. Nothing is downloaded, and no code that comes with a configuration is executed.
+    """
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    if not file.is_file():
+        raise ValueError(
+            f"--hf-config is a config.json or a folder with one, and {path!r} is neither. Nothing is downloaded: "
+            "fetch the file of a model from the Hugging Face Hub first."
+        )
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from error
+    if not isinstance(content, dict) or "model_type" not in content:
+        raise ValueError(f"{file} has no 'model_type', so it does not describe a model of transformers.")
+    transformers = _needed("transformers", "--hf-config", " Or give --parameters.")
+    try:
+        config = transformers.AutoConfig.for_model(**content)
+        named = [getattr(transformers, name, None) for name in content.get("architectures") or ()]
+        # Any name may stand in a file.
+        classes = [found for found in named if isinstance(found, type) and issubclass(found, nn.Module)]
+        with torch.device("meta"):
+            model: nn.Module = (classes or [transformers.AutoModelForCausalLM.from_config])[0](config)
+    except Exception as error:  # whatever the library raises for a configuration that it cannot use
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"transformers cannot build the model of {file}: {type(error).__name__}: {reason}") from error
+    return model
+
+
+def _needed(package: str, option: str, instead: str = "") -> Any:
+    """A package that this one does not depend on."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        text = f"{option} needs the package `{package}` ({error}): pip install {package}.{instead}"
+        raise ImportError(text) from error
+
+
+def adapted(model: nn.Module, config: Namespace) -> nn.Module:
+    """The model with the adapters of ``--lora``, which alone are trained then, where PEFT would put them."""
+    if config.lora is None:
+        if config.lora_targets is not None:
+            raise ValueError("--lora-targets needs --lora, the rank of the adapters, for example 16.")
+        return model
+    peft, targets = _needed("peft", "--lora"), config.lora_targets
+    if targets is not None and targets != "all-linear":
+        targets = re.split(r"[\s,]+", targets.strip("[] "))
+    try:
+        with torch.device("meta"):
+            peft.inject_adapter_in_model(peft.LoraConfig(r=config.lora, target_modules=targets), model)
+    except ValueError as error:
+        why = str(error).rstrip(".")
+        raise ValueError(f"--lora: {why}. Name modules of the model with --lora-targets q_proj,v_proj.") from error
+    return model
+
+
+def tokens_for(model: nn.Module, batch_size: int, sequence_length: int) -> dict[str, Tensor]:
+    """A batch of tokens without values, for a language model with labels."""
+    tokens = torch.empty(batch_size, sequence_length, dtype=torch.int64, device="meta")
+    takes = inspect.signature(model.forward).parameters
+    if "input_ids" not in takes:
+        raise ValueError(f"{type(model).__name__} takes no tokens: its activations cannot be measured by --hf-config.")
+    labels = "labels" in takes and re.search("LM|Gener", type(model).__name__)
+    return {"input_ids": tokens, "labels": tokens} if labels else {"input_ids": tokens}

@@ -1,60 +1,53 @@
 """What every stage would take, side by side: from a module to the byte, from a number of parameters by the paper's
-arithmetic; and how long a step is busy with the links between hosts and within them.
+arithmetic; and what a step sends between hosts and within them.
 
 [Note: links]
-
 Of n bytes that R hosts of S ranks gather or reduce, (R - 1) / R leave a host in two hops (over gloo, and on devices
 where something is rounded or kept), of which the first sums up and hands on within hosts: a rank sends (S - 1) / S
-there. Rings, nccl's otherwise and DDP's, pass every host with all that a rank sends:
-(R S - 1) / (R S) leave it, and S - 1 of S ranks send as much within. Where shard groups are hosts, or parts of one,
-nothing leaves one but the all-reduces across groups, rings of a shard each. Where groups reach over several hosts,
-their ranks exchange directly: S times as much leaves a host. Where a host's ranks keep weights (``Placement.keeping``),
-those of each unit that is trained cross hosts once a step. Buffers, which are few, count as gathered.
+there. Rings, nccl's otherwise and DDP's, pass every host with all that a rank sends: (R S - 1) / (R S) leave it, and
+S - 1 of S ranks send as much within. Where shard groups lie within hosts, nothing leaves one but the all-reduces across
+groups, rings of a shard each; where they reach over several, their ranks exchange directly: S times as much leaves a
+host. Weights that a host's ranks keep (``Placement.keeping``) cross hosts once a step. Buffers count as gathered.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import accumulate, product
+from itertools import accumulate, takewhile
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.config import HostOffload, Offload, Placement, check_whole
+from lightning_zero.config import HostOffload, Offload, Placement, Tier, check_whole
 from lightning_zero.errors import readable_size, table
-from lightning_zero.extensions.planner.report import draw, word_of
-from lightning_zero.plan import ParameterSpec, Plan
-from lightning_zero.plan.costs import (
-    CollectiveTraffic,
+from lightning_zero.extensions.planner.costs import (
+    ADAM,
+    DiskBytes,
     HostBytes,
     Memory,
     OptimizerCost,
     StageMemory,
-    Traffic,
     expected_memory,
-    expected_traffic,
     owners_of,
     stage_memory,
 )
+from lightning_zero.plan import CollectiveTraffic, FlatLayout, Plan, Traffic, UnitPlan
 from lightning_zero.plan.layout import residual_nbytes
 
 __all__ = [
     "MemoryEstimate",
     "Recommendation",
-    "Way",
-    "describe_ways",
+    "describe_plan",
     "estimate_memory",
-    "fastest_way",
     "fullest_rank",
     "on_links",
     "parse_count",
-    "parse_speed",
-    "ways_to_send",
+    "plan_numbers",
 ]
 
 MOST = 10**18
@@ -62,6 +55,18 @@ MOST = 10**18
 
 ROUNDED_NBYTES = {"bfloat16": 2.0, "int8": 1 + 4 / 64, "int4": 1 / 2 + 4 / 64}
 """Of an element that ``Compression`` rounds, by the format, with its part of a scale."""
+
+LONGEST_NAME = 48
+"""Characters of a unit's name that the table shows."""
+
+# Categories of memory that people call by another name.
+_WORDS = {
+    "weights": "weights to compute with",
+    "optimizer": "optimizer state",
+    "transport": "receive buffers",
+    "raw_gradients": "a gradient on its way",
+    "temporaries": "temporaries of the step",
+}
 
 NONE = "none"
 """No stage: plain PyTorch, ``DistributedDataParallel`` where there is more than one process."""
@@ -157,11 +162,10 @@ class MemoryEstimate:
         activations_nbytes = activations_nbytes or 0
         if min(device_nbytes, activations_nbytes, host_nbytes or 0) < 0:
             raise ValueError("Sizes of memory must not be negative.")
-        room = device_nbytes - activations_nbytes
+        room, nothing = device_nbytes - activations_nbytes, partial(Recommendation, name=None)
         activations, device = readable_size(activations_nbytes), readable_size(device_nbytes)
         if room < 0:
-            reason = f"{activations} of activations do not fit into {device}."
-            return Recommendation(name=None, reason=reason, fits=())
+            return nothing(reason=f"{activations} of activations do not fit into {device}.", fits=())
         problems = {name: self._lacks(name, room, host_nbytes, activations_nbytes) for name in self.stages}
         fits = tuple(name for name, problem in problems.items() if not problem)
         device += f" beside {activations} of activations" if activations_nbytes else ""
@@ -171,12 +175,12 @@ class MemoryEstimate:
                 f"Nothing fits into {device}: {'; '.join(problems.values())}.{more} Use more processes or larger "
                 "devices, or lightning_zero.NvmeOffload where it is host memory that is missing."
             )
-            return Recommendation(name=None, reason=reason, fits=())
+            return nothing(reason=reason, fits=())
         if not known:
             shown = [name for name in fits if not name.endswith("_offload")] or fits
             free = ", ".join(f"{readable_size(room - self.stages[name].peak.total)} with {name}" for name in shown)
             reason = f"Activations are not counted. Of {device} so much stays free for them: {free}.{more}"
-            return Recommendation(name=None, reason=reason, fits=fits)
+            return nothing(reason=reason, fits=fits)
         needed = self.stages[fits[0]].peak.total
         left = readable_size(room - needed)
         reason = f"{fits[0]} needs {readable_size(needed)} at peak, which fits into {device} and leaves {left}.{more}"
@@ -229,10 +233,6 @@ class MemoryEstimate:
         lines = [f"{self.numel:,} parameters, {self.optimizer.name}, {self.precision}, {processes}", "", *table(rows)]
         more = "From a number of parameters: slots and buckets, which depend on the model's parts, come on top."
         return "\n".join(lines if self.counted else [*lines, "", more])
-
-    def draw(self, path: str, *, device_nbytes: int | None = None, offload: bool = False) -> None:
-        """Write a picture of the peaks in ``describe``, with a line at so many bytes; see ``report.draw``."""
-        draw(self._shown(offload), path, self._at_peak, device_nbytes)
 
     def _shown(self, offload: bool) -> dict[str, StageMemory]:
         shown = {name: stage for name, stage in self.stages.items() if offload or not name.endswith("_offload")}
@@ -307,10 +307,14 @@ def estimate_memory(
         own = (settings, param_dtype, reduce_dtype, shard_within, secondary_shards)
         if world_size not in (None, model.world_size) or any(own):
             raise ValueError("A plan has its own world size and settings: build another one instead.")
-        return _of_plans({_name_of(model): model}, receive_buffer, **told)
+        number = 1 + model.placement.shards_gradients + model.placement.shards_parameters
+        name = f"zero{number}" + ("" if model.offload is None else "_offload")
+        return _of_plans({name: model}, receive_buffer, **told)
     world_size = check_whole("world_size", world_size, least=1, unit="ranks")
     exchange: dict[str, Any] = {"span": shard_within, "secondary_shards": secondary_shards, "compression": compression}
-    kinds = _kinds(hosts, world_size, exchange, offloads=not (cost.whole and accelerator))
+    # Optimizers of whole parameters do not go with offload from an accelerator: see optim/rules.py.
+    kinds = {name: kind for name, kind in _STAGES.items() if not (kind[1] and cost.whole and accelerator)}
+    kinds = {name: (where.on_hosts(hosts, world_size, **exchange), on) for name, (where, on) in kinds.items()}
     if not isinstance(model, nn.Module):
         if settings or activations is not None:
             raise ValueError(f"A number of parameters has no {next(iter(settings), 'activations')}: give the module.")
@@ -321,19 +325,6 @@ def estimate_memory(
     settings |= {"world_size": world_size, "param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
     plans = {name: Plan.build(model, placement=where, offload=on, **settings) for name, (where, on) in kinds.items()}
     return _of_plans(plans, receive_buffer, **told)
-
-
-def _kinds(
-    hosts: int, world_size: int, exchange: Mapping[str, Any], *, offloads: bool
-) -> dict[str, tuple[Placement, Offload | None]]:
-    # Not for optimizers of whole parameters, from an accelerator: see optim/rules.py.
-    kinds = {name: kind for name, kind in _STAGES.items() if offloads or not kind[1]}
-    return {name: (where.on_hosts(hosts, world_size, **exchange), on) for name, (where, on) in kinds.items()}
-
-
-def _name_of(plan: Plan) -> str:
-    number = 1 + plan.placement.shards_gradients + plan.placement.shards_parameters
-    return f"zero{number}" + ("" if plan.offload is None else "_offload")
 
 
 def _of_plans(plans: Mapping[str, Plan], receive_buffer: bool, **told: Any) -> MemoryEstimate:
@@ -349,7 +340,7 @@ def _of_plans(plans: Mapping[str, Plan], receive_buffer: bool, **told: Any) -> M
             backward = expected_memory(plan, rank=rank, receive_buffer=receive_buffer, **settings)
             backward = replace(backward, activations=told["activations"])
             stage = replace(stage, peak=max(stage.peak, backward, key=lambda memory: memory.total))
-        stages[name] = replace(stage, traffic=expected_traffic(plan, micro_steps=told["micro_steps"]))
+        stages[name] = replace(stage, traffic=plan.expected_traffic(micro_steps=told["micro_steps"]))
     layouts = first.trainable_layouts or first.layouts
     most = max(layouts, key=lambda layout: layout.parameter_numel, default=None)
     told["precision"] = _precision(most.dtype, most.compute_dtype, most.reduce_dtype) if most else NONE
@@ -362,18 +353,18 @@ def _without(plan: Plan, cost: OptimizerCost, accelerator: bool, activations: in
     Under autocast, which has no masters, autograd keeps a copy of every weight in the dtype of compute until backward.
     """
     held = [(spec, layout) for layout in plan.layouts for spec in layout.parameters]
-    trained = [spec for spec, layout in held if layout.trainable]
-    gradients = sum(map(_nbytes, trained))
-    parameters = sum(_nbytes(spec) for spec, _ in held)
+    sizes = [(spec, spec.numel * spec.dtype.itemsize) for spec, layout in held if layout.trainable]
+    gradients = sum(size for _, size in sizes)
+    parameters = sum(spec.numel * spec.dtype.itemsize for spec, _ in held)
     rest = Memory(parameters=parameters, gradients=gradients, optimizer=cost.state * gradients)
-    copies = sum(
-        spec.numel * layout.compute_dtype.itemsize for spec, layout in held if layout.compute_dtype != layout.dtype
-    )
-    raw = _raw_gradient_nbytes([(spec, spec.dtype.itemsize) for spec in trained])
-    step = cost.step_nbytes([_nbytes(spec) for spec in reversed(trained)], accelerator)
+    copies = sum(s.numel * la.compute_dtype.itemsize for s, la in held if la.compute_dtype != la.dtype)
+    # What is reached under several names is taken for tied: autograd holds the sum of its parts, and one more of them.
+    raw = sum(size for spec, size in sizes if spec.aliases)
+    raw += max((size * (1 + bool(spec.aliases)) for spec, size in sizes), default=0)
+    step = cost.step_nbytes([size for _, size in reversed(sizes)], accelerator)
     backward = replace(rest, weights=copies, raw_gradients=raw, activations=activations)
     peak = max(backward, replace(rest, temporaries=step), key=lambda memory: memory.total)
-    reduced = CollectiveTraffic(numel=sum(spec.numel for spec in trained), nbytes=gradients)
+    reduced = CollectiveTraffic(numel=sum(spec.numel for spec, _ in sizes), nbytes=gradients)
     buffers = CollectiveTraffic(nbytes=sum(buffer.nbytes for buffer in plan.buffers))
     traffic = Traffic(all_reduce=reduced, broadcast=buffers, world_size=plan.world_size)
     return StageMemory(name=NONE, rest=rest, peak=peak, traffic=traffic)
@@ -390,84 +381,57 @@ def _of_count(
     first, _ = next(iter(kinds.values()))
     told |= {"shard_within": first.span, "keeping": first.keeping, "precision": _precision(*dtypes)}
     ranks = world_size, first.span or world_size
-    stages = {
-        name: _stage_of_count(name, placement, offload is not None, numel, ranks, dtypes, told)
-        for name, (placement, offload) in {NONE: (None, None), **kinds}.items()
-    }
-    return MemoryEstimate(numel=numel, world_size=world_size, stages=stages, counted=False, **told)
-
-
-def _stage_of_count(
-    name: str,
-    placement: Placement | None,
-    offload: bool,
-    numel: int,
-    ranks: tuple[int, int],
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-    told: Mapping[str, Any],
-) -> StageMemory:
     cost, micro_steps, share = told["optimizer"], told["micro_steps"], -(-numel // ranks[1])
     own, compute, reduced = (dtype.itemsize for dtype in dtypes)
-    mixed = dtypes[0] != dtypes[1]
+    mixed, part, none = dtypes[0] != dtypes[1], partial(CollectiveTraffic, 1), CollectiveTraffic()
     # The paper's arithmetic has parameters and gradients in 16 bits wherever they are, and masters beside them.
     # Gradients in the masters' own dtype are those of autocast without a stage, and here with stage 3: no copy rests.
     autocast = mixed and own == reduced
-    sharded = placement is not None and placement.shards_parameters
-    copied = autocast and placement is None  # by autograd, until backward
-    stepped = numel if placement is None else share
-    parameters = (share if sharded else numel) * (own if copied else compute)
-    if sharded and (autocast or offload):
-        parameters = 0
-    masters = own * stepped if mixed and not copied else 0
-    keeping = placement.keeping if placement is not None and sharded else None
-    kept = -(-numel // keeping) * compute if keeping else 0
-    feedback = placement.feedback if placement is not None else None
-    residuals = residual_nbytes(numel // feedback, ranks[0] // ranks[1]) if feedback else 0
-    # The owner of a whole parameter has a copy of what it steps on.
-    state = (cost.state + (cost.whole and placement is not None)) * own * stepped
-    host = HostBytes()
-    if offload:  # beside the masters, in another dtype, what stage 3 is gathered from
-        weights = compute * share if mixed and sharded else 0
-        host = HostBytes(weights=weights, masters=own * share, gradients=own * share, optimizer=state)
-        rest, made = Memory(parameters=parameters, weights=kept), 0
-    else:
-        gradients = reduced * (share if placement is not None and placement.shards_gradients else numel)
-        rest = Memory(parameters=parameters, weights=kept, masters=masters, gradients=gradients, optimizer=state)
-        made = cost.foreach * own * stepped if cost.way_on(told["accelerator"]) == "foreach" else 0
-    rest = replace(rest, transport=residuals)
-    copies = compute * numel if copied else 0
-    peak = replace(rest, weights=copies) if copies > made else replace(rest, temporaries=made)
-    part = partial(CollectiveTraffic, 1)
-    traffic = Traffic(all_reduce=part(numel, reduced * numel), world_size=ranks[0])
-    if placement is not None:
-        gathered = part(numel, compute * numel).times(2 * micro_steps if sharded else 1)
-        averaged = traffic.all_reduce.times(micro_steps if placement.shards_gradients else 1)
-        once, none = part(numel, compute * numel) if keeping else gathered, CollectiveTraffic()
-        crossing = (once, none) if sharded or mixed else (none, once)
-        traffic = Traffic(gathered, averaged, none, part(share, own * share), *ranks, *crossing)
-    return StageMemory(name=name, rest=rest, peak=peak, host=host, traffic=traffic)
+
+    def stage(name: str, placement: Placement | None, offload: Offload | None) -> StageMemory:
+        sharded = placement is not None and placement.shards_parameters
+        copied = autocast and placement is None  # by autograd, until backward
+        stepped = numel if placement is None else share
+        parameters = (share if sharded else numel) * (own if copied else compute)
+        if sharded and (autocast or offload):
+            parameters = 0
+        masters = own * stepped if mixed and not copied else 0
+        keeping = placement.keeping if placement is not None and sharded else None
+        kept = -(-numel // keeping) * compute if keeping else 0
+        feedback = placement.feedback if placement is not None else None
+        residuals = residual_nbytes(numel // feedback, ranks[0] // ranks[1]) if feedback else 0
+        # The owner of a whole parameter has a copy of what it steps on.
+        state = (cost.state + (cost.whole and placement is not None)) * own * stepped
+        host, made = HostBytes(), 0
+        rest = Memory(parameters=parameters, weights=kept, transport=residuals)
+        if offload:  # beside the masters, in another dtype, what stage 3 is gathered from
+            weights = compute * share if mixed and sharded else 0
+            host = HostBytes(weights=weights, masters=own * share, gradients=own * share, optimizer=state)
+        else:
+            gradients = reduced * (share if placement is not None and placement.shards_gradients else numel)
+            rest = replace(rest, masters=masters, gradients=gradients, optimizer=state)
+            made = cost.foreach * own * stepped if cost.way_on(told["accelerator"]) == "foreach" else 0
+        copies = compute * numel if copied else 0
+        peak = replace(rest, weights=copies) if copies > made else replace(rest, temporaries=made)
+        traffic = Traffic(all_reduce=part(numel, reduced * numel), world_size=ranks[0])
+        if placement is not None:
+            gathered = part(numel, compute * numel).times(2 * micro_steps if sharded else 1)
+            averaged = traffic.all_reduce.times(micro_steps if placement.shards_gradients else 1)
+            once = part(numel, compute * numel) if keeping else gathered
+            crossing = (once, none) if sharded or mixed else (none, once)
+            traffic = Traffic(gathered, averaged, none, part(share, own * share), *ranks, *crossing)
+        return StageMemory(name=name, rest=rest, peak=peak, host=host, traffic=traffic)
+
+    stages = {name: stage(name, *kind) for name, kind in {NONE: (None, None), **kinds}.items()}
+    return MemoryEstimate(numel=numel, world_size=world_size, stages=stages, counted=False, **told)
 
 
 def _precision(own: torch.dtype, compute: torch.dtype, reduce: torch.dtype) -> str:
     """As Lightning calls it, of parameters in a dtype, what is computed in, and what gradients are averaged in."""
     bits = {torch.float64: "64", torch.float32: "32", torch.bfloat16: "bf16", torch.float16: "16"}
-    name = f"{bits.get(compute, _word(compute))}-{'true' if own == compute else 'mixed'}"
-    return name if reduce == own else f"{name} with gradients in {_word(reduce)}"
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _nbytes(spec: ParameterSpec) -> int:
-    return spec.numel * spec.dtype.itemsize
-
-
-def _raw_gradient_nbytes(parameters: Sequence[tuple[ParameterSpec, int]]) -> int:
-    """Most bytes of gradients that autograd holds at once without this package, of parameters with the bytes of a
-    gradient's element. Those that are reached under several names are taken for tied."""
-    held = sum(spec.numel * itemsize for spec, itemsize in parameters if spec.aliases)
-    return held + max((spec.numel * itemsize * (1 + bool(spec.aliases)) for spec, itemsize in parameters), default=0)
+    computed, reduced = (str(dtype).removeprefix("torch.") for dtype in (compute, reduce))
+    name = f"{bits.get(compute, computed)}-{'true' if own == compute else 'mixed'}"
+    return name if reduce == own else f"{name} with gradients in {reduced}"
 
 
 def fullest_rank(plan: Plan, *, whole: bool) -> int:
@@ -475,25 +439,24 @@ def fullest_rank(plan: Plan, *, whole: bool) -> int:
 
     ``whole``: the optimizer needs whole parameters. Costs O(parameters + ranks).
     """
-    held = [0] * plan.group_size
     if whole:
+        held = [0] * plan.group_size
         for owner, nbytes in owners_of(plan, plan.trainable_layouts):
             held[owner] += nbytes
         return held.index(max(held))
-    more = [0] * (plan.group_size + 1)  # than the rank before, by shards that one parameter fills
+    # Bytes of a shard that belong to no parameter, and how many more of them than the rank before, in whole shards.
+    lacking, more = [0] * plan.group_size, [0] * (plan.group_size + 1)
     for layout in plan.trainable_layouts:
         shard, itemsize = layout.shard_numel, layout.dtype.itemsize
-        for spec, offset in zip(layout.parameters, layout.offsets, strict=True):
-            if not spec.numel:
-                continue
-            first, last = offset // shard, (offset + spec.numel - 1) // shard
-            held[first] += itemsize * (min(offset + spec.numel, (first + 1) * shard) - offset)
+        for start, end in layout.gaps():
+            first, last = start // shard, (end - 1) // shard
+            lacking[first] += itemsize * (min(end, (first + 1) * shard) - start)
             if last > first:
-                held[last] += itemsize * (offset + spec.numel - last * shard)
+                lacking[last] += itemsize * (end - last * shard)
                 more[first + 1] += itemsize * shard
                 more[last] -= itemsize * shard
-    totals = [nbytes + filled for nbytes, filled in zip(held, accumulate(more), strict=False)]
-    return totals.index(max(totals))
+    totals = [nbytes + whole for nbytes, whole in zip(lacking, accumulate(more), strict=False)]
+    return totals.index(min(totals))
 
 
 def parse_count(text: float | str) -> int:
@@ -507,9 +470,8 @@ def parse_count(text: float | str) -> int:
         number = text.strip()
         if re.fullmatch(r"\d{1,3}(,\d{3})+", number):  # any other comma may be a decimal one: "7,5B" is not 75B
             number = number.replace(",", "")
-        scale = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}.get(number[-1:].upper())
-        if scale is not None:
-            number, factor = number[:-1], scale
+        factor = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}.get(number[-1:].upper(), 1)
+        number = number[:-1] if factor > 1 else number
     try:
         count = 0 if isinstance(text, bool | bytes) else round(float(number) * factor)
     except (TypeError, ValueError, OverflowError):
@@ -553,93 +515,114 @@ def _rounded(sent: CollectiveTraffic, kind: str | None) -> int:
     return sent.nbytes if kind is None else min(sent.nbytes, int(sent.numel * ROUNDED_NBYTES[kind]))
 
 
-@dataclass(frozen=True)
-class Way:
-    """A stage and how it sends: whether memory is enough for it and how much it takes, bytes and seconds of a step.
-
-    ``between`` is the link of a host to the others, ``within`` that of a rank to others of its host. ``host_nbytes`` is
-    for all ranks of a host, ``compression`` what gradients are rounded to, seconds 0 where no speed is known.
-    """
-
-    stage: str
-    shard_within: str | int | None
-    secondary_shards: bool
-    compression: str | None
-    fits: bool
-    peak_nbytes: int
-    host_nbytes: int
-    between_nbytes: int
-    within_nbytes: int
-    between_seconds: float
-    within_seconds: float
-
-    def __str__(self) -> str:
-        shards = f" with shard_within={self.shard_within!r}".replace("'", '"') if self.shard_within else ""
-        shards += " with secondary_shards" if self.secondary_shards else ""
-        return f"{self.stage}{shards}" + (f" in {self.compression}" if self.compression else "")
+# --------------------------------------------------------------------------------------------------- a plan for people
 
 
-def ways_to_send(
-    estimates: Sequence[MemoryEstimate], memory: Mapping[str, Any] | None, speeds: Sequence[float | None]
-) -> list[Way]:
-    """Of all stages, from what changes least to what changes most.
-
-    ``estimates``: first a plain one, then those with shard groups and with secondary shards. ``memory``: arguments of
-    ``recommend``; ``None``: everything fits. ``speeds``: between hosts and within them, bytes a second, each way.
-    """
-    ways = []
-    for name, estimate in product(estimates[0].stages, estimates):
-        within, kept = estimate.shard_within, estimate.keeping is not None
-        if name not in estimate.stages or (within and name == NONE) or (kept and not name.startswith("zero3")):
-            continue
-        span = "node" if within and within * estimate.hosts == estimate.world_size else within
-        fits = memory is None or name in estimate.recommend(**memory).fits
-        alone = estimate.hosts == 1 or name == NONE
-        for kind in (None, *(() if alone else ROUNDED_NBYTES)):
-            nbytes = estimate.leaving_nbytes(name, rounded=kind), estimate.within_nbytes(name)
-            seconds = [sent / speed if speed else 0.0 for sent, speed in zip(nbytes, speeds, strict=True)]
-            peak, host = estimate.stages[name].peak.total, estimate.host_nbytes(name)
-            ways.append(Way(name, span, kept, kind, fits, peak, host, *nbytes, *seconds))
-    return ways
+def describe_plan(
+    plan: Plan, *, optimizer: OptimizerCost = ADAM, accelerator: bool = False, micro_steps: int = 1
+) -> str:
+    """What ``ZeroPlan.describe`` says: units, totals, traffic and memory."""
+    placement, offload = plan.placement, plan.offload
+    lines = [
+        f"Plan for {plan.world_size} ranks: parameters {placement.parameters.value}, gradients "
+        f"{placement.gradients.value}, optimizer {placement.optimizer.value}; prefetch {plan.prefetch}"
+        + (f"; shard groups of {plan.group_size}" if plan.group_size != plan.world_size else "")
+    ]
+    if offload is not None:
+        what = " and ".join(name for name in ("optimizer", "parameters") if getattr(offload, name))
+        lines.append(f"Offloaded to the {offload.tier.value}: {what}")
+    traffic = plan.expected_traffic(micro_steps=micro_steps)
+    tables = (_unit_rows(plan), _traffic_rows(traffic), _memory_rows(plan, optimizer, accelerator))
+    return "\n\n".join("\n".join(block) for block in (lines, *map(table, tables)))
 
 
-def fastest_way(ways: Sequence[Way], *, rounded: bool = False) -> Way | None:
-    """Of what fits, and without ``rounded`` rounds nothing; of equals the one that takes least memory."""
-    fitting = [way for way in ways if way.fits and (rounded or not way.compression)]
-    # Copies to the host and back, which offloading takes, are on no link: only if nothing else fits.
-    fitting = [way for way in fitting if not way.stage.endswith("_offload")] or fitting
-    return min(fitting, key=lambda way: (way.between_seconds + way.within_seconds, way.peak_nbytes), default=None)
+def plan_numbers(plan: Plan, micro_steps: int) -> dict[str, Any]:
+    """The units and the traffic of a step, for programs."""
+    units = [{"name": u.name, "numel": sum(spec.numel for spec in u.parameters), "slot": u.slot} for u in plan.units]
+    traffic = plan.expected_traffic(micro_steps=micro_steps)
+    return {"prefetch": plan.prefetch, "units": units, "traffic": asdict(traffic)}
 
 
-def describe_ways(ways: Sequence[Way]) -> str:
-    """A table for people, and which way is the fastest."""
-    rows: list[Sequence[str]] = [("a step on the links", "leaves a host", "in", "sent within", "in", "at peak", "fits")]
-    for way in ways:
-        links = ((way.between_nbytes, way.between_seconds), (way.within_nbytes, way.within_seconds))
-        cells = [text for nbytes, time in links for text in (readable_size(nbytes), f"{time:,.3f} s" if time else "-")]
-        rows.append((str(way), *cells, readable_size(way.peak_nbytes), "yes" if way.fits else "no"))
-    best, rounded, advice = fastest_way(ways), fastest_way(ways, rounded=True), "nothing, as nothing fits."
-    if best and rounded:
-        least = min((way for way in ways if way.fits), key=lambda way: way.peak_nbytes)
-        advice = f"{best}, {_costs(best)}."
-        if least.peak_nbytes < best.peak_nbytes:
-            advice += f" Of what fits {least} takes least memory: {_costs(least)}."
-        if rounded.compression:
-            advice += f" With Compression, which rounds: {rounded}, {_costs(rounded)}."
-    lines = [*table(rows), "", "Seconds add up, and what overlaps with computation is not subtracted."]
-    return "\n".join([*lines, "", f"Fastest by the links: {advice}"])
+# --------------------------------------------------------------------------------------------------------------- tables
 
 
-def _costs(way: Way) -> str:
-    links = (way.between_seconds, "between hosts"), (way.within_seconds, "within")
-    seconds = " and ".join(f"{time:,.3f} s {link}" for time, link in links if time)
-    host = f" and {readable_size(way.host_nbytes)} of a host" if way.host_nbytes else ""
-    return f"{seconds or '0 s'} in a step, {readable_size(way.peak_nbytes)} at peak{host}"
+def _unit_rows(plan: Plan) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("unit", "parameters", "elements", "frozen", "shard", "padding", "slot", "dtype")]
+    alike: dict[tuple[object, ...], list[UnitPlan]] = {}
+    for unit in plan.units:
+        alike.setdefault(_likeness(unit), []).append(unit)
+    for units in alike.values():
+        first, last = units[0], units[-1]
+        name = first.name or "(root)"
+        if len(units) > 1:
+            name = f"{name} … {_difference(first.name, last.name)} ({len(units)} alike)"
+        name = name if len(name) <= LONGEST_NAME else "…" + name[1 - LONGEST_NAME :]
+        slots = sorted({unit.slot for unit in units if unit.slot is not None})
+        slot = "-".join(str(slot) for slot in dict.fromkeys(slots[:1] + slots[-1:])) or "-"
+        both = [dict.fromkeys((layout.dtype, layout.compute_dtype)) for layout in first.layouts]
+        dtypes = ", ".join(dict.fromkeys(" as ".join(map(str, two)) for two in both)).replace("torch.", "") or "-"
+        rows.append(("  " * first.depth + name, *_sizes(first.layouts), slot, dtypes))
+    return [*rows, (f"total ({len(plan.units)} units)", *_sizes(plan.layouts), str(len(plan.slots) or "-"), "")]
 
 
-def parse_speed(text: str) -> float:
-    """Bytes a second of ``"10Gbit/s"``, ``"10Gb/s"``, ``"10Gbps"`` or ``"1.25GB/s"`` (units of 1000), or ValueError."""
-    matched = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(bit|b|B)(?:/s|ps)?", text)
-    if matched is None or not float(matched[1]):
-        raise ValueError(f"a speed like '10Gbit/s' or '1.25GB/s' is needed, got {text!r}")
-    return float(matched[1]) * 1000.0 ** " KMGT".index(matched[2].upper() or " ") / (1 if matched[3] == "B" else 8)
+def _sizes(layouts: Sequence[FlatLayout]) -> tuple[str, ...]:
+    """Parameters, elements, frozen ones of them, those of a shard, and the share of padding."""
+    numel = sum(layout.parameter_numel for layout in layouts)
+    frozen = sum(layout.parameter_numel for layout in layouts if not layout.trainable)
+    padded = sum(layout.numel for layout in layouts)
+    return (
+        f"{sum(len(layout.parameters) for layout in layouts):,}",
+        f"{numel:,}",
+        f"{frozen:,}" if frozen else "-",
+        f"{sum(layout.shard_numel for layout in layouts):,}",
+        f"{100 * (padded - numel) / padded:.2f} %" if padded else "-",
+    )
+
+
+def _likeness(unit: UnitPlan) -> tuple[object, ...]:
+    layouts = tuple(
+        (tuple(spec.shape for spec in layout.parameters), layout.dtype, layout.compute_dtype, layout.trainable)
+        for layout in unit.layouts
+    )
+    return re.sub(r"\d+", "#", unit.name), unit.depth, layouts
+
+
+def _difference(first: str, last: str) -> str:
+    """The part of ``last`` from the dotted part on in which it differs: ("model.0.a", "model.7.a") gives ".7.a"."""
+    pairs = zip(first.split("."), last.split("."), strict=False)
+    same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    return "." * (same > 0) + ".".join(last.split(".")[same:])
+
+
+def _traffic_rows(traffic: Traffic) -> Sequence[tuple[str, ...]]:
+    parts = {"all-gather": traffic.all_gather, "reduce-scatter": traffic.reduce_scatter}
+    if traffic.all_reduce.calls:
+        parts["all-reduce across groups"] = traffic.all_reduce
+    if traffic.broadcast.calls:
+        parts["broadcast of buffers"] = traffic.broadcast
+    rows = [("traffic of a step", "calls", "elements", "size")]
+    for kind, part in {**parts, "total": traffic.total}.items():
+        rows.append((kind, f"{part.calls:,}", f"{part.numel:,}", readable_size(part.nbytes)))
+    return rows
+
+
+def _memory_rows(plan: Plan, optimizer: OptimizerCost, accelerator: bool) -> list[tuple[str, ...]]:
+    """A column for each place where something may be: with a transport that keeps no receive buffer."""
+    found = stage_memory(plan, "", 0, optimizer, receive_buffer=False, accelerator=accelerator)
+    places: dict[str, Memory | HostBytes | DiskBytes] = {"at rest": found.rest, "at peak": found.peak}
+    if plan.offload is not None:
+        places = {"device": found.rest, "host": found.host, "disk": found.disk, "device at peak": found.peak}
+        if plan.offload.tier is Tier.HOST:
+            del places["disk"]
+    columns = [dict(memory.items()) for memory in places.values()]
+    categories = dict.fromkeys(category for column in columns for category, nbytes in column.items() if nbytes)
+    rows: list[tuple[str, ...]] = [(f"memory of rank 0, {optimizer.name}", *places)]
+    for category in categories:
+        sizes = (readable_size(column[category]) if category in column else "-" for column in columns)
+        rows.append((category.replace("_", " "), *sizes))
+    return [*rows, ("total without activations", *(readable_size(memory.total) for memory in places.values()))]
+
+
+def word_of(category: str) -> str:
+    """What people call a category of memory."""
+    return _WORDS.get(category, category.replace("_", " "))

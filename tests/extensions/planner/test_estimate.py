@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_zero import build_plan
 from lightning_zero.config import HostOffload, NvmeOffload
 from lightning_zero.errors import readable_size
+from lightning_zero.extensions.planner.costs import OptimizerCost
 from lightning_zero.extensions.planner.estimate import MemoryEstimate, estimate_memory, fullest_rank, parse_count
-from lightning_zero.plan.costs import OptimizerCost, build_plan
 from tests.helpers.counting import calls_of
 
 GB = 10**9

@@ -5,9 +5,10 @@ import re
 import pytest
 import torch
 
+from lightning_zero import build_plan
 from lightning_zero.config import HostOffload, NvmeOffload, Offload
 from lightning_zero.errors import readable_size
-from lightning_zero.plan.costs import OptimizerCost, build_plan
+from lightning_zero.extensions.planner.costs import OptimizerCost
 from tests.plan.models import Gpt, Llama70B, on_meta
 
 
