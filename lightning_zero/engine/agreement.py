@@ -16,13 +16,16 @@ from dataclasses import dataclass, field
 from lightning_zero.comm import Collectives, ControlGroup
 from lightning_zero.engine.events import Phase, Spans
 from lightning_zero.engine.pool import BufferPool
-from lightning_zero.errors import DivergenceError
 from lightning_zero.offload.transfers import MemoryTiers
 
 __all__ = ["Agreement", "ExternalWrites", "Means"]
 
-_REMEMBERED = 4096
 _NOTHING = nullcontext()
+_WRITE_ALIKE = (
+    "The ranks wrote different things. Parameters and averaged gradients are one for all ranks, of which each holds a "
+    "part. Write the same on every rank: seed random numbers alike, reduce what a write depends on over the ranks "
+    "(`self.all_gather`, `sync_dist=True`), and do not ask for the rank before it."
+)
 
 
 class Agreement:
@@ -56,42 +59,38 @@ class ExternalWrites:
     """The writes of one rank since the ranks last compared: see [Note: external writes]."""
 
     def __init__(self) -> None:
-        self._digest = 0
+        self._notes: list[str] = []
         self.cleared = 0
-        """A number for the averaged gradients that ``zero_grad`` has cleared: not noted, since every step does so."""
-        self._notes: list[tuple[str, int]] = []
+        """A number for the averaged gradients that ``zero_grad`` has cleared, whatever the order."""
 
     @property
     def digest(self) -> int:
         """A number for all of it; 0 if nothing was written."""
-        return zlib.crc32(f"{self._digest} {self.cleared}".encode()) or 1 if self._digest or self.cleared else 0
+        return zlib.crc32("\n".join(self._lines()).encode()) or 1 if self._notes or self.cleared else 0
 
     def note(self, what: str, number: int) -> None:
         """Note one write to what is called ``what`` on every rank, by a number for what was written."""
-        self._digest = zlib.crc32(f"{self._digest} {what} {number}".encode()) or 1
-        if len(self._notes) < _REMEMBERED:  # enough for a message
-            self._notes.append((what, number))
+        self._notes.append(f"{what} (values {number})")
 
     def forget(self) -> None:
         """The ranks have compared, or the step was given up."""
-        self._digest = self.cleared = 0
-        self._notes.clear()
+        self._notes, self.cleared = [], 0
 
     def compare(self, digests: list[int], control: ControlGroup) -> None:
         """Go on if all ranks wrote the same, as the ``digests`` of all ranks tell. Collective.
 
-        Raises ``DivergenceError`` on every rank, naming the first difference, if they did not.
+        Raises ``DivergenceError`` on every rank, naming the first differences, if they did not.
         """
-        if not any(digests):
-            return
-        if digests.count(digests[0]) < len(digests):
-            rows = control.gather_objects((self._notes, self.cleared))
-            notes = [row for row, _ in rows]
-            if all(note == notes[0] for note in notes):
-                notes = [[("None to gradients, in zero_grad", number)] for _, number in rows]
+        if any(digests):
+            lines = self._lines()
             self.forget()
-            raise DivergenceError(_difference(notes, digests))
-        self.forget()
+            if digests.count(digests[0]) < len(digests):
+                control.alike("list of writes", lines, _WRITE_ALIKE)
+
+    def _lines(self) -> list[str]:
+        return [*self._notes, f"None to gradients, in zero_grad (number {self.cleared})"][
+            : None if self.cleared else -1
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,22 +114,3 @@ class Means:
     pool: BufferPool
     spans: Spans
     writes: ExternalWrites = field(default_factory=ExternalWrites)
-
-
-def _difference(notes: list[list[tuple[str, int]]], digests: list[int]) -> str:
-    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    pairs = zip(notes[0], notes[other], strict=False)
-    place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(notes[0]), len(notes[other])))
-    wrote = [f"rank {rank} {_said(notes[rank], place)}" for rank in (0, other)]
-    return (
-        f"The ranks wrote different things: {wrote[0]}, {wrote[1]}. Parameters and averaged gradients are one for all "
-        "ranks, of which each holds a part. Write the same on every rank: seed random numbers alike, reduce what a "
-        "write depends on over the ranks (`self.all_gather`, `sync_dist=True`), and do not ask for the rank before it."
-    )
-
-
-def _said(notes: list[tuple[str, int]], place: int) -> str:
-    if place >= len(notes):
-        return "wrote nothing more" if notes else "wrote nothing"
-    what, number = notes[place]
-    return f"wrote {what} (values {number & 0xFFFFFFFF:08x})"

@@ -153,18 +153,15 @@ class EngineHooks:
 
     @contextmanager
     def tied(self) -> Iterator[None]:
-        """While active, each layer of a tied weight computes with an alias of it. Not in what copies a module."""
-        handles: list[Any] = []
+        """While active, each layer of a tied weight computes with an alias of it."""
         for one in self._tied:
-            handles.append(one.layer.register_forward_pre_hook(one.begin))
-            handles.append(one.layer.register_forward_hook(one.end, prepend=True, always_call=True))
+            vars(one.layer).setdefault("forward", one)
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
             for one in self._tied:
-                one.end()
+                if vars(one.layer).get("forward") is one:
+                    del vars(one.layer)["forward"]
 
     def remove(self) -> None:
         """Take all hooks off the module again."""

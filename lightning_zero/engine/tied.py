@@ -18,8 +18,9 @@ the engine: a gradient that the user asked for, or has a hook on, is memory of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -33,8 +34,6 @@ from lightning_zero._torch import (
     in_function_transform,
     is_compiled_module,
     is_tracing,
-    make_subclass,
-    no_subclasses,
     will_accumulate,
 )
 from lightning_zero.plan import sums_in_place
@@ -125,67 +124,37 @@ _use: Any = _Use.apply
 _look_up: Any = _LookUp.apply
 
 
-class _Rows(Tensor):
-    """What an embedding has in the place of its weight: it sees the look-up, and stands for an alias elsewhere."""
-
-    _layer: TiedLayer
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        named = kwargs or {}
-        if func is F.embedding and isinstance(args[1], _Rows) and not isinstance(args[0], _Rows):
-            layer = args[1]._layer
-            return _look_up(args[0], layer.weight, named.get("padding_idx"), layer.parts)
-        with no_subclasses():
-            return func(*(arg._layer.alias() if isinstance(arg, _Rows) else arg for arg in args), **named)
-
-
 class TiedLayer:
-    """One layer of a weight that others have too.
+    """The forward of one layer of a weight that others have too, in the place of its own while a step runs.
 
     Args:
-        layer: computes with an alias between ``begin`` and ``end``.
+        layer: an embedding or a linear layer.
         weight: of the layer.
         parts: of the weight's gradient, one for all of its layers.
     """
 
     def __init__(self, layer: nn.Module, weight: nn.Parameter, parts: _Sum) -> None:
-        self.layer = layer
-        self.weight = weight
-        self.parts = parts
-        self._shown: Tensor | None = None  # in the weight's place
+        self.layer: Any = layer
+        self._weight = weight
+        self._parts = parts
 
-    def alias(self) -> Tensor:
-        """The weight, its gradient passing by."""
-        alias: Tensor = _use(self.weight, self.parts)
-        return alias
-
-    def begin(self, *called: Any) -> None:
-        """Before a forward of the layer, behind everything else that happens then."""
+    def __call__(self, input: Tensor) -> Any:
+        layer, weight, device = self.layer, self._weight, self._weight.device.type
         watched = compiler_of_frames() is not None or is_tracing() or in_function_transform()
-        own: dict[str, Any] = self.layer._parameters
-        device = self.weight.device.type
-        if watched or not torch.is_grad_enabled() or own.get("weight") is not self.weight:
-            return
         # The user's autocast casts a weight once for all of its uses, and what is no parameter once for each.
         cached = torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled()
-        if cached or not self.weight.requires_grad:
-            return
-        if type(self.layer) is nn.Embedding and device == "cpu":  # elsewhere the host would wait for the rows
-            rows = self._shown = make_subclass(_Rows, self.weight.detach())
-            rows._layer = self
-        else:
-            self._shown = self.alias()
-        own["weight"] = self._shown
+        replaced = layer._parameters.get("weight") is not weight
+        if watched or cached or replaced or not (torch.is_grad_enabled() and weight.requires_grad):
+            return type(layer).forward(layer, input)
+        if type(layer) is nn.Linear:
+            return F.linear(input, _use(weight, self._parts), layer.bias)
+        if device == "cpu":  # elsewhere the host would wait for the rows
+            return _look_up(input, weight, layer.padding_idx, self._parts)
+        return F.embedding(input, _use(weight, self._parts), layer.padding_idx)
 
-    def end(self, *called: Any) -> None:
-        """After it, whatever became of it, before anything else happens then."""
-        own: dict[str, Any] = self.layer._parameters
-        if self._shown is not None and own.get("weight") is self._shown:
-            own["weight"] = self.weight
-        self._shown = None
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the layer has its own forward."""
+        return MethodType(type(self.layer).forward, memo.get(id(self.layer), self.layer))
 
 
 def tied_layers(

@@ -395,13 +395,13 @@ def test_an_exception_on_one_rank_ends_the_block_on_all(ranks: tuple[int, ...]) 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (scale, "wrote a gradient of 'model.layers.1.up.weight', in full_gradients("),
-        (drop, "rank 1 wrote no gradient of 'model.head.bias', in full_gradients("),
+        (scale, "rank 1: a gradient of 'model.layers.1.up.weight', in full_gradients("),
+        (drop, "rank 1: no gradient of 'model.head.bias', in full_gradients("),
     ],
 )
 def test_different_gradients_are_named(change: Callable[[nn.Module, int], None], expected: str) -> None:
     for _, text in failing(change, (1,)):
-        assert text.startswith("DivergenceError: The ranks wrote different things: rank 0 wrote ")
+        assert text.startswith("DivergenceError: Rank 1 has another list of writes than rank 0.")
         assert expected in text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import lightning.pytorch as pl
@@ -39,6 +40,7 @@ KINDS = [
     "kept by hook",
     "kept whole",
     "asked for",
+    "copied",
 ]
 
 
@@ -104,6 +106,8 @@ class Tied(pl.LightningModule):
             (gradient,) = torch.autograd.grad(scores.square().sum(), [weight], retain_graph=True)
             self.kept.append(gradient)
             scores = scores + sum(kept.mean() for kept in self.kept)  # every one as it was
+        if kind == "copied":
+            scores = scores + copy.deepcopy(self.head)(torch.ones(WIDTH, dtype=x.dtype)).detach()
         if "kept" in kind:
             scores = scores * sum((kept.abs().mean() for kept in self.kept), torch.ones(()))
         if kind == "mixed":

@@ -222,7 +222,7 @@ WRITES = {
     "on one rank only": Case(
         "on_train_batch_end",
         at(1, lambda net: setattr(net.b.weight, "data", torch.eye(10)) if net.global_rank else None),
-        everywhere(r"'b.weight' \(values.*wrote nothing|wrote nothing.*'b.weight' \(values"),
+        everywhere(r"(?s)'b.weight' \(values.*nothing more|nothing more.*'b.weight' \(values"),
         only=("1", "2"),
     ),
     "another dtype": Case("on_train_batch_end", at(1, lambda net: net.half()), everywhere("'a.weight'")),
