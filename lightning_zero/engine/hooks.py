@@ -314,7 +314,7 @@ def unhooked(root: nn.Module, whole: Collection[nn.Parameter]) -> Iterator[None]
     for module in root.modules():
         tables = forward_hooks(module)
         ours = {key for table in tables[:2] for key, hook in table.items() if isinstance(hook, _Attached)}
-        if ours and all(parameter in whole for parameter in module.parameters()):
+        if ours and all(parameter in whole for parameter in nn.Module.parameters(module)):
             for table in tables:
                 taken.append((table, dict(table), ours))
                 for key in ours & table.keys():
