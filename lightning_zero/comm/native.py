@@ -396,24 +396,24 @@ def average(result: Tensor, pieces: Sequence[Tensor], divisor: int, spare: bool 
         divide(result, divisor)
         return
     scratch: list[Tensor] = []
-
-    def add(parts: Sequence[Tensor], level: int, out: Tensor | None = None) -> Tensor:
-        """The sum of some. Until the last addition nothing is written to ``out``, which may be one of them."""
-        half = 1 << (len(parts) - 1).bit_length() - 1
-        left = parts[0] if half == 1 else add(parts[:half], level)
-        right = parts[-1] if half == len(parts) - 1 else add(parts[half:], level + 1)
-        if out is None and spare:
-            out = left
-        elif out is None:
-            if level == len(scratch):
-                scratch.append(torch.empty_like(left))
-            out = scratch[level][: left.numel()]
-        return torch.add(left, right, out=out)
-
     size = max(1, result.numel() if spare else _CHUNK_NBYTES // result.itemsize)
     for total, *parts in zip(result.split(size), *(piece.split(size) for piece in pieces), strict=True):
-        add(parts, 0, total)
+        _add(parts, None if spare else scratch, 0, total)
         divide(total, divisor)
+
+
+def _add(parts: Sequence[Tensor], scratch: list[Tensor] | None, level: int, out: Tensor | None = None) -> Tensor:
+    """The sum of some. Until the last addition nothing is written to ``out``, which may be one of them."""
+    half = 1 << (len(parts) - 1).bit_length() - 1
+    left = parts[0] if half == 1 else _add(parts[:half], scratch, level)
+    right = parts[-1] if half == len(parts) - 1 else _add(parts[half:], scratch, level + 1)
+    if out is None and scratch is None:
+        out = left
+    elif out is None and scratch is not None:
+        if level == len(scratch):
+            scratch.append(torch.empty_like(left))
+        out = scratch[level][: left.numel()]
+    return torch.add(left, right, out=out)
 
 
 class Exchange(NamedTuple):
