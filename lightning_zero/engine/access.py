@@ -15,7 +15,7 @@ from weakref import proxy
 
 from torch import Tensor, nn
 
-from lightning_zero._torch import no_subclasses, storage_key, untracked
+from lightning_zero._torch import no_subclasses, untracked
 from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.reducer import GradientBucket
 from lightning_zero.engine.unit import ReplicatedUnit, ShardedUnit
@@ -161,7 +161,14 @@ class ParameterAccess:
             )
         if not isinstance(unit, ReplicatedUnit) or unit not in self._plain:
             raise absent_in_rank(f"'{binding.name}'", "an assignment to its .data")
-        self._check_apart(binding, value)
+        address = value.data_ptr() if value.numel() else 0
+        for other, view in (pair for unit in self._plain for pair in unit.views() if address):
+            ranges = [(tensor.data_ptr(), tensor.nbytes) for tensor in (view, get_data(other))]
+            if other is not binding.parameter and any(start <= address < start + size for start, size in ranges):
+                raise ParameterAccessError(
+                    f"'{binding.name}' was assigned memory of '{self.bindings[other].name}', so that one would follow "
+                    "the other. Copy the values (`.clone()`), or tie the parameters before `trainer.fit`."
+                )
         unit.count(binding.parameter, -1)
         binding.show(value)
 
@@ -181,7 +188,14 @@ class ParameterAccess:
         if bucket is None or one is None:
             return local
         if local is not None:
-            self._check_alone(binding, bucket, one)
+            # In the user's hooks it may be a part of what DDP would show.
+            if self._engine.progress.in_backward and (bucket.has_gradient(one.position) or one.gradient is not None):
+                raise ParameterAccessError(
+                    f"A hook on '{binding.name}' asked for .grad in the middle of an accumulation, or where nobody "
+                    "clears gradients (of a parameter in no optimizer, say). What came before is elsewhere, so that "
+                    "its sum with this gradient is not there. Use a hook on the tensor (`parameter.register_hook`), "
+                    "which gets this gradient, or edit the sum in `on_before_optimizer_step`."
+                )
             return local
         whole, gradient = _sum_of_own(bucket, one.position), one.gradient
         if whole is not None or gradient is None:
@@ -285,30 +299,6 @@ class ParameterAccess:
     def _check_not_stepping(self, binding: Binding) -> None:
         if self.stepping is not None and self.stepping():
             raise _in_step(f"'{binding.name}'")
-
-    def _check_alone(self, binding: Binding, bucket: GradientBucket, one: Slice) -> None:
-        """Raise if a gradient on its way through the user's hooks is a part of what DDP would show."""
-        if not self._engine.progress.in_backward:
-            return
-        if bucket.has_gradient(one.position) or one.gradient is not None:
-            raise ParameterAccessError(
-                f"A hook on '{binding.name}' asked for .grad in the middle of an accumulation, or where nobody clears "
-                "gradients (of a parameter in no optimizer, say). What came before is elsewhere, so that its sum with "
-                "this gradient is not there. Use a hook on the tensor (`parameter.register_hook`), which gets this "
-                "gradient, or edit the sum in `on_before_optimizer_step`."
-            )
-
-    def _check_apart(self, binding: Binding, value: Tensor) -> None:
-        """Raise if memory is assigned that another parameter lies in, or shows."""
-        key, address = storage_key(value), value.data_ptr() if value.numel() else 0
-        for parameter, view in (pair for unit in self._plain for pair in unit.views() if address):
-            shown = view, get_data(parameter)
-            inside = (storage_key(t) == key and t.data_ptr() <= address < t.data_ptr() + t.nbytes for t in shown)
-            if parameter is not binding.parameter and any(inside):
-                raise ParameterAccessError(
-                    f"'{binding.name}' was assigned memory of '{self.bindings[parameter].name}', so that one would "
-                    "follow the other. Copy the values (`.clone()`), or tie the parameters before `trainer.fit`."
-                )
 
 
 def _in_step(what: str) -> ParameterAccessError:

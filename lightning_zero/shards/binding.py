@@ -100,7 +100,7 @@ class Binding:
         self.parameter = parameter
         self.name = name
         self.placeholder = placeholder
-        self.owner: Callable[[], Any] = _nobody if owner is None else ref(owner)
+        self.owner: Callable[[], Any] = (lambda: None) if owner is None else ref(owner)
         """The engine's ``ParameterAccess``, as long as it lives; ``None`` in a process that is no rank."""
         self.base: type[nn.Parameter] = original_kind(parameter)
         self.held = False
@@ -146,10 +146,6 @@ class Binding:
         with untracked():
             for data in [found for weak in known if (found := weak()) is not None]:
                 data.data = data.clone()
-
-
-def _nobody() -> None:
-    """The owner of a parameter in a process that is no rank."""
 
 
 def binding_of(parameter: Tensor) -> Binding | None:
