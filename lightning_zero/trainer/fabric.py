@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from lightning_zero._torch import compiler_of_frames, opaque_to_dynamo, tree_map_only, without_swaps
 from lightning_zero.checkpoint import StoredTensor
 from lightning_zero.checkpoint.consolidated import SUMMARY_KEY
-from lightning_zero.config import SessionSettings, StageLike, TimeoutLike, validate_timeout
+from lightning_zero.config import SessionSettings, StageLike, TimeoutLike
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.optim.gradients import clip_by_norm, clip_by_value, gradient_norm
 from lightning_zero.session.session import ZeroSession
@@ -121,10 +121,6 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
     num_nodes: Any = property(lambda self: self._num_nodes)  # Fabric sets `_num_nodes`
     _set_world_ranks, _workers = Processes.set_world_ranks, _Workers
     all_reduce = Processes.reduce
-    _not_ours = (
-        "{} is not an optimizer of this run: set it up by `fabric.setup(model, optimizer)` or "
-        "`fabric.setup_optimizers(optimizer)` on every rank, and use what that returns."
-    )
 
     def __init__(
         self,
@@ -139,11 +135,17 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         timeout: TimeoutLike = DEFAULT_TIMEOUT,
         **settings: Any,
     ) -> None:
-        self.settings = SessionSettings.from_user(stage, **settings)
-        super().__init__(accelerator, parallel_devices, cluster_environment, precision=precision)
+        super().__init__(
+            SessionSettings.from_user(stage, **settings),
+            process_group_backend,
+            start_method,
+            timeout,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            precision=precision,
+        )
         self._num_nodes = 1
-        self.process_group_backend, self._start_method = process_group_backend, start_method
-        self._timeout = validate_timeout(timeout)
         self._backward_sync_control = self
         self._in_backward = False
         self._module: _ShardedModule | None = None
@@ -154,13 +156,6 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         return "<ZeroFabricStrategy for lightning.Fabric; a Trainer takes lightning_zero.ZeroStrategy>"
 
     # ------------------------------------------------------------- environment
-
-    @property
-    def session(self) -> ZeroSession:
-        """What runs, without Lightning; RuntimeError before a module was set up."""
-        if self._session is None or self._module is None:
-            raise RuntimeError("No module is sharded yet: call `fabric.setup(model, optimizer)` on every rank first.")
-        return self._session
 
     precision: Any = precision_property("_precision")
 
@@ -263,7 +258,7 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         """
         self.precision.unscale_gradients(optimizer)
         gradients = self.adapter(optimizer).gradients()
-        norm = gradient_norm(gradients, self.session.engine.totals, float(norm_type))
+        norm = gradient_norm(gradients, self.engine.totals, float(norm_type))
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
                 f"The gradients' norm of order {norm_type} is {norm.item()}, and cannot be clipped. To go on all the "
@@ -310,7 +305,7 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         if modules:
             content[_WEIGHTS] = content.pop(modules[0])
         checkpoint = {**content, _STATES: states, SUMMARY_KEY: told}
-        self.session.checkpoints.save(checkpoint, path, self.session.engine, self.precision.precision, storage_options)
+        self.session.checkpoints.save(checkpoint, path, self.engine, self.precision.precision, storage_options)
 
     def load_checkpoint(
         self,
@@ -331,7 +326,7 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         wanted: dict[str, Any] = {_WEIGHTS: state} if isinstance(state, nn.Module) else state or {}
         if any(isinstance(value, Optimizer) for value in wanted.values()):
             self.session.adopt_changes()
-            self.session.checkpoints.load_wire_state(found, self.session.engine)
+            self.session.checkpoints.load_wire_state(found, self.engine)
         if not isinstance(state, nn.Module):
             self._rename(found, wanted)
         if wanted:

@@ -31,7 +31,6 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -227,12 +226,6 @@ class _InLockStep(CombinedLoader):
             self._length = (least if self._policy == "stop" else most) if least >= 0 else None
         else:
             self._length = sys.maxsize  # not ahead: what is taken part in belongs before the next step
-        if 0 <= least < most and self._policy == "error":
-            rank_zero_warn(
-                f"The {self._name} has {least} batches on rank {lengths.index(least)} and {most} on rank "
-                f"{lengths.index(most)}. A run that comes to the end of the shorter one ends with an error. "
-                f"{self._ways}"
-            )
         return self
 
     def __len__(self) -> int:

@@ -36,8 +36,9 @@ from lightning_zero.comm.groups import (
     orders_differ,
     shard_span,
 )
-from lightning_zero.config import SessionSettings
+from lightning_zero.config import SessionSettings, TimeoutLike, validate_timeout
 from lightning_zero.debug import full_parameters
+from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import ZeroError, point_to_page
 from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.session.session import ZeroSession
@@ -52,10 +53,10 @@ _OF_TRANSPORT = re.compile(
 DEFAULT_TIMEOUT = default_pg_timeout
 StartMethod = Literal["popen", "spawn", "fork"]
 _NOT_SET_UP = (
-    "The strategy is not set up in this process: its engine exists from `Trainer.fit` (or validate) on, and with "
-    "start_method='fork' or 'spawn' only in the processes that run it, which end with it. Save in a callback "
-    "(ModelCheckpoint), or take `state_dict()` of the module, which has its weights. With Fabric do all of it in the "
-    "function that `fabric.launch` is given."
+    "The strategy is not set up in this process: its engine exists from `Trainer.fit` (or validate) on, or from "
+    "`fabric.setup(model, optimizer)` on, and with start_method='fork' or 'spawn' only in the processes that run it, "
+    "which end with it. Save in a callback (ModelCheckpoint), or take `state_dict()` of the module, which has its "
+    "weights. With Fabric do all of it in the function that `fabric.launch` is given."
 )
 _HOW_MANY = (
     "Start as many processes as devices times nodes, or let the Trainer (or Fabric) start them. In a worker of Ray "
@@ -89,12 +90,7 @@ class Processes:
     """
 
     num_nodes: int
-    process_group_backend: str | None
-    settings: SessionSettings
-    _timeout: timedelta | None
-    _start_method: StartMethod | None
     _workers: Any = _Workers
-    _not_ours: str  # what is said of an optimizer that is none of the run's
     _session: ZeroSession | None = None
     parallel_devices: list[torch.device] | None
     cluster_environment: ClusterEnvironment | None
@@ -102,6 +98,18 @@ class Processes:
     global_rank: int
     node_rank: int
     world_size: int
+
+    def __init__(
+        self,
+        settings: SessionSettings,
+        process_group_backend: str | None,
+        start_method: StartMethod | None,
+        timeout: TimeoutLike,
+        **devices: Any,
+    ) -> None:
+        super().__init__(**devices)
+        self.settings, self.process_group_backend = settings, process_group_backend
+        self._start_method, self._timeout = start_method, validate_timeout(timeout)
 
     @property
     def root_device(self) -> torch.device:
@@ -210,12 +218,21 @@ class Processes:
             raise RuntimeError(_NOT_SET_UP)
         return self._session
 
+    @property
+    def engine(self) -> ZeroEngine:
+        """The engine of the running module."""
+        return self.session.engine
+
     def adapter(self, optimizer: Optimizer) -> ShardedOptimizer:
         """The sharded view of one of the run's optimizers; ValueError if it is none of them."""
         try:
             return self.session.adapter(unwrapped(optimizer))
         except KeyError:
-            raise ValueError(self._not_ours.format(type(optimizer).__name__)) from None
+            raise ValueError(
+                f"{type(optimizer).__name__} is not an optimizer of this run. Return it from configure_optimizers, and "
+                "in mid-fit call `trainer.strategy.setup_optimizers(trainer)` on every rank. In Fabric use what "
+                "`fabric.setup(model, optimizer)` or `fabric.setup_optimizers(optimizer)` returns, on every rank."
+            ) from None
 
     def _state_of(self, optimizer: Optimizer) -> OptimizerState:
         return self.session.optimizer_state(self.adapter(optimizer).optimizer)

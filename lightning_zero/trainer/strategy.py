@@ -39,9 +39,7 @@ from lightning_zero.config import (
     TimeoutLike,
     UnitsLike,
     validate_loaders,
-    validate_timeout,
 )
-from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.optim.state import ConstantState
 from lightning_zero.session.checkpoints import Checkpoints, require_lightning
@@ -111,11 +109,6 @@ class ZeroStrategy(Processes, ParallelStrategy):
 
     is_distributed = True  # without it the Trainer switches the distributed sampler and sync_dist off, silently
     _lightning_module = cast("LightningModule | None", UnmarkedModule())  # 2.6
-    _not_ours = (
-        "{} is not an optimizer of this run: only optimizers that configure_optimizers returned are sharded. For "
-        "another one in mid-fit, have configure_optimizers return it and call "
-        "`trainer.strategy.setup_optimizers(trainer)` on every rank."
-    )
 
     def __init__(
         self,
@@ -140,7 +133,7 @@ class ZeroStrategy(Processes, ParallelStrategy):
         start_method: StartMethod | None = None,
         timeout: TimeoutLike = DEFAULT_TIMEOUT,
     ) -> None:
-        self.settings = SessionSettings.from_user(
+        settings = SessionSettings.from_user(
             stage,
             units=units,
             shard_within=shard_within,
@@ -153,11 +146,18 @@ class ZeroStrategy(Processes, ParallelStrategy):
             checkpoint=checkpoint,
             broadcast_buffers=broadcast_buffers,
         )
-        super().__init__(accelerator, parallel_devices, cluster_environment, precision_plugin=precision_plugin)
+        super().__init__(
+            settings,
+            process_group_backend,
+            start_method,
+            timeout,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            precision_plugin=precision_plugin,
+        )
         self.loaders = validate_loaders(loaders)
         self.num_nodes = 1  # the Trainer sets it
-        self.process_group_backend, self._start_method = process_group_backend, start_method
-        self._timeout = validate_timeout(timeout)
         self._replaced, self._held = Replaced(), Replaced()
         self.may_lack = False  # whether a training step may get no batch
         self._laid_out = False  # in the running fit, validation, ...
@@ -177,11 +177,6 @@ class ZeroStrategy(Processes, ParallelStrategy):
     def offload(self) -> Offload | None:
         """What is kept in host memory, or in files, between uses."""
         return self.settings.offload
-
-    @property
-    def engine(self) -> ZeroEngine:
-        """The engine of the running module."""
-        return self.session.engine
 
     @property
     def _module(self) -> LightningModule:

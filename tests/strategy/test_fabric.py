@@ -655,9 +655,9 @@ def test_frozen_weights_are_left_out_and_a_save_goes_on_in_the_background(tmp_pa
 def test_what_cannot_work_is_an_error(tmp_path: Path) -> None:
     def rank_main(rank: int) -> None:
         fabric, module, stranger = launched(zero(3), 1), built(), nn.Linear(2, 2)
-        with pytest.raises(RuntimeError, match=r"call `fabric\.setup\(model, optimizer\)` on every rank first"):
+        with pytest.raises(RuntimeError, match=r"from `fabric\.setup\(model, optimizer\)` on"):
             fabric.setup_optimizers(OPTIMIZERS["SGD"](module.parameters()))
-        with pytest.raises(RuntimeError, match="No module is sharded yet"):
+        with pytest.raises(RuntimeError, match="The strategy is not set up in this process"):
             fabric.save(tmp_path / "early", {"step": 1})
         model = fabric.setup_module(module)
         foreign = OPTIMIZERS["SGD"](stranger.parameters())
@@ -669,9 +669,9 @@ def test_what_cannot_work_is_an_error(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=r"call `fabric\.backward\(loss\)`"):
             loss.backward()
         fabric.backward(model(data(0, 0)[0]).sum())
-        with pytest.raises(ValueError, match="SGD is not an optimizer of this run: set it up"):
+        with pytest.raises(ValueError, match=r"SGD is not an optimizer of this run\. .* In Fabric use"):
             fabric.clip_gradients(model, foreign, max_norm=1.0)
-        with pytest.raises(ValueError, match="SGD is not an optimizer of this run: set it up"):
+        with pytest.raises(ValueError, match=r"SGD is not an optimizer of this run\. .* In Fabric use"):
             fabric.save(tmp_path / "foreign", {"model": model, "optimizer": foreign})
         for state in ({"model": model, "again": model}, {"model": model, "state_dict": 1}):
             with pytest.raises(ValueError, match="must have the model once"):

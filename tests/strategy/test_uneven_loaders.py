@@ -109,7 +109,6 @@ def test_to_join_is_to_take_part_without_a_batch(stage: int, kind: str) -> None:
         assert all(torch.equal(found[name], value) for name, value in weights.items())
 
 
-@pytest.mark.filterwarnings("ignore:The train_dataloader has 3 batches on rank 1 and 5 on rank 0")
 @pytest.mark.parametrize("kind", ["map", "stream"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_without_a_policy_it_is_an_error_with_names(stage: int, kind: str) -> None:
@@ -127,18 +126,6 @@ def test_without_a_policy_it_is_an_error_with_names(stage: int, kind: str) -> No
         assert "one more on rank 0" in errors[0]
         assert "training='join'" in errors[0]
         assert seconds < 10
-
-
-def test_known_lengths_that_differ_are_told_of_at_the_beginning() -> None:
-    """As a warning: a limit may end the run before."""
-
-    def world(rank: int) -> int:
-        with quiet(), pytest.warns(UserWarning, match="3 batches on rank 1 and 5 on rank 0") if rank == 0 else quiet():
-            trainer = make_trainer(zero(1), max_steps=3)
-            trainer.fit(Counting(), batches(COUNTS[rank]))
-        return trainer.global_step
-
-    assert run_world(2, world) == [3, 3]
 
 
 @pytest.mark.parametrize("kind", ["map", "stream"])
@@ -281,7 +268,6 @@ def test_a_writer_of_predictions_gets_no_more_than_there_are(interval: Any) -> N
         assert ours == ddp
 
 
-@pytest.mark.filterwarnings("ignore:The train_dataloader has 3 batches on rank 1 and 5 on rank 0")
 def test_loaders_of_one_trainer_are_as_they_were_for_the_next() -> None:
     def world(rank: int) -> tuple[list[int], list[str]]:
         with quiet():

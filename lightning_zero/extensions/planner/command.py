@@ -282,8 +282,7 @@ class PlanCLI(ZeroCLI):
         self.config["seed_everything"] = False
 
     def instantiate_classes(self) -> None:
-        """Make the planner. Raises SystemExit for a strategy that does not exist, and as ``Planner``."""
-        self._check_strategy()
+        """Make the planner. Raises as ``Planner``."""
         self.planner = Planner(self.config, self.parser)
 
 
