@@ -83,7 +83,8 @@ class BufferBroadcast:
         """The buffers as they are now: any may have been replaced by assignment."""
         named = sent_buffers(self._engine.module) if self._wanted else []
         known = self._specs
-        if known is None or len(known) != len(named) or not all(map(_fits, known, named)):
+        now = [(name, buffer.shape, buffer.dtype) for name, buffer in named]
+        if known is None or now != [(spec.name, spec.shape, spec.dtype) for spec in known]:
             self._specs = tuple(BufferSpec.of(name, buffer) for name, buffer in named)
             self._pieces = make_pieces(self._specs)
             self._lines = [f"broadcast_buffers={self._wanted}", *(spec.line for spec in self._specs)]
@@ -119,11 +120,6 @@ class BufferBroadcast:
         with torch.inference_mode():  # where also those may be written to that were made in it
             for members, views in parts:
                 _copy(members, views)  # on rank 0 too: what cannot be written to fails on all alike
-
-
-def _fits(spec: BufferSpec, named: tuple[str, Tensor]) -> bool:
-    name, buffer = named
-    return spec.shape == buffer.shape and spec.dtype == buffer.dtype and spec.name == name
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:

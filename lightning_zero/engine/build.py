@@ -63,10 +63,9 @@ class UnitBuilder:
             except (OffloadError, MemoryError) as error:
                 self._failure = error
             self._control.together("find room for what is offloaded", raising(self._failure), OffloadError)
-        make = self._sharded if self._plan.placement.shards_parameters else self._replicated
         units: list[Unit] = []
         for plan in self._plan.units:
-            made = make(plan)
+            made = self._unit(plan)
             units.append(made)
             for flat in made.flats:
                 for parameter, placeholder, shard in zip(flat.parameters, flat.placeholders, flat.shards, strict=True):
@@ -90,55 +89,46 @@ class UnitBuilder:
             return master, None
         return master, self._tiers.allocate(rest.weights, numel, layout.compute_dtype, f"weights of '{name}'")
 
-    def _put(self, full: Tensor, flat: FlatParameters) -> None:
-        """Keep this rank's part of a layout. A disk that fails is reported when all ranks are through."""
-        try:
-            with untracked():
-                flat.master.copy_(self._collectives.own_range(full))
-            flat.refresh()
-        except OffloadError as error:
-            self._failure = self._failure or error
-
-    def _replicated(self, plan: UnitPlan) -> Unit:
-        buffers, flats = [], []
+    def _unit(self, plan: UnitPlan) -> Unit:
+        """One unit. A disk that fails is reported when all ranks are through."""
+        collectives, whole = self._collectives, not self._plan.placement.shards_parameters
+        buffers, flats = list[Tensor](), list[FlatParameters]()
         for layout in plan.layouts:
-            full = self._collectives.allocate(layout.numel, layout.compute_dtype, self._device)
-            own = self._collectives.own_range(full)
-            shared = layout.dtype == layout.compute_dtype and not self._plan.rest_of(layout).offloaded
-            flat = (
-                self._flat(plan, layout, own) if shared else self._flat(plan, layout, self._room(plan, layout)[0], own)
-            )
-            values = self._fill(plan, layout, full if shared else None)
-            if not shared:
+            rest, full = self._plan.rest_of(layout), None
+            if whole:
+                full = collectives.allocate(layout.numel, layout.compute_dtype, self._device)
+                buffers.append(full)
+            if full is not None and layout.dtype == layout.compute_dtype and not rest.offloaded:
+                shared, master, weights = full, collectives.own_range(full), None
+            else:
+                shared, (master, weights) = None, self._room(plan, layout)
+            if full is not None and shared is None:
+                weights = collectives.own_range(full)
+            parameters = [self._parameters[spec.name] for spec in layout.parameters]
+            placeholders = [self._placeholders.like(parameter, self._device) for parameter in parameters]
+            rank = collectives.rank
+            flat = FlatParameters(layout, parameters, rank, master, placeholders, rest, weights, plan.index)
+            flats.append(flat)
+            values = self._fill(plan, layout, shared)
+            if shared is not None:
+                continue
+            try:
                 with untracked():
-                    full.copy_(values)
-                self._put(values, flat)
-            buffers.append(full)
-            flats.append(flat)
-        return ReplicatedUnit(plan, flats, buffers)
-
-    def _sharded(self, plan: UnitPlan) -> Unit:
-        flats = []
-        for layout in plan.layouts:
-            flat = self._flat(plan, layout, *self._room(plan, layout))
-            self._put(self._fill(plan, layout), flat)
-            flats.append(flat)
+                    if full is not None:
+                        full.copy_(values)
+                    master.copy_(collectives.own_range(values))
+                flat.refresh()
+            except OffloadError as error:
+                self._failure = self._failure or error
+            del values  # before the next layout's
+        if whole:
+            return ReplicatedUnit(plan, flats, buffers)
         unit = ShardedUnit(plan, flats)
         for spec in plan.parameters:
             for name in (spec.name, *spec.aliases):
                 owner, _, key = name.rpartition(".")
                 unit.holders.append((self._module.get_submodule(owner), key, name, self._parameters[spec.name]))
         return unit
-
-    def _flat(
-        self, unit: UnitPlan, layout: FlatLayout, master: Tensor, weights: Tensor | None = None
-    ) -> FlatParameters:
-        parameters = [self._parameters[spec.name] for spec in layout.parameters]
-        placeholders = [self._placeholders.like(parameter, self._device) for parameter in parameters]
-        rest = self._plan.rest_of(layout)
-        return FlatParameters(
-            layout, parameters, self._collectives.rank, master, placeholders, rest, weights, unit.index
-        )
 
     def _fill(self, unit: UnitPlan, layout: FlatLayout, full: Tensor | None = None) -> Tensor:
         """A layout's flat buffer, in memory of zeros if there is ``full``, with rank 0's values. Collective."""
