@@ -56,7 +56,7 @@ class Pending:
         self._keep = keep
         self._finishing: list[Callable[[], None]] = []
         self.done = False  # whether ``wait`` has returned before
-        self._waiting = threading.Lock()
+        self._waiting = threading.RLock()  # a handler of signals may wait amid a wait
 
     def ready_within(self, seconds: float) -> bool:
         """Whether ``wait`` would return after ``seconds`` at most; always on a device, where the host never waits."""

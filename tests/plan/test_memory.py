@@ -203,9 +203,9 @@ def test_nvme_offload_keeps_gradients_and_one_pool_on_the_host(model: nn.Module)
 
 
 def test_an_accelerator_needs_buffers_for_what_travels(model: nn.Module) -> None:
-    """Two units' shards in bfloat16 on the device; on the host two gradient shards in float32 and two casts."""
+    """On the host two gradient shards in float32 and two casts in bfloat16; on the device no more than without."""
     plan = offloaded(model, HostOffload(parameters=True))
-    assert plan.expected_memory(accelerator=True).slots == 2 * LAYER * 2 + 2 * LAYER // 2 * 2
+    assert plan.expected_memory(accelerator=True).slots == 2 * LAYER * 2
     assert plan.expected_host_memory().buffers == 0
     assert plan.expected_host_memory(accelerator=True).buffers == 2 * LAYER // 2 * 4 + 2 * LAYER // 2 * 2
     plain = offloaded(model, HostOffload())
