@@ -162,14 +162,8 @@ def storage_key(tensor: Tensor) -> int:
         return 0
 
 
-def storage_users(tensor: Tensor) -> int:
-    """How many tensors hold the memory behind ``tensor``, itself included."""
-    storage: Any = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the object ``storage`` holds it too
-
-
 users_of: Callable[[int], int] = torch._C._storage_Use_Count
-"""The same of a ``storage_key``, of memory that is there, and one more."""
+"""How many tensors hold the memory of a ``storage_key``, which has to be there, and one more."""
 
 
 def held_in_python(memory: Tensor) -> list[Tensor]:

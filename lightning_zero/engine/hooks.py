@@ -36,7 +36,6 @@ from lightning_zero.engine.tied import TiedLayer, tied_layers
 from lightning_zero.engine.unit import ReplicatedUnit, ShardedUnit, Unit
 from lightning_zero.errors import ParameterAccessError, ZeroError
 from lightning_zero.shards.binding import (
-    binding_of,
     get_gradient,
     is_absent,
     set_gradient,
@@ -143,9 +142,7 @@ class EngineHooks:
                 with no_subclasses():  # absent parameters would be asked one by one
                     handle = register(parameter, _collector(bucket, position, self._engine))
                 self._handles.append(handle)
-                binding = binding_of(parameter)
-                if binding is not None:
-                    binding.last_hook = handle.id
+                self._engine.access.bindings[parameter].last_hook = handle.id
 
     def sum_tied(self, weights: Collection[nn.Parameter], hold: Callable[[nn.Parameter, Tensor], Tensor]) -> None:
         """Have the parts of these weights' gradients added up where ``hold`` puts the first one."""
@@ -173,9 +170,8 @@ class EngineHooks:
                 vars(child).pop("flatten_parameters", None)
 
     def _around(self, module: nn.Module, before: Any, after: Any) -> None:
-        first, last = (_Attached(hook, module) for hook in (before, after))
-        self._handles.append(module.register_forward_pre_hook(first, prepend=True))
-        self._handles.append(module.register_forward_hook(last, always_call=True))
+        self._handles.append(module.register_forward_pre_hook(_Attached(before, module), prepend=True))
+        self._handles.append(module.register_forward_hook(_Attached(after, module), always_call=True))
 
 
 def _around(name: str) -> list[str]:

@@ -52,7 +52,7 @@ def limit_bucket(parameters: Sequence[ParameterSpec], nbytes: int, dtypes: Dtype
 
     ``beside``: two of them may be in memory at once, besides the shards of gradients.
     """
-    whole = sum(spec.numel * dtypes.reduce(spec).itemsize for spec in parameters if spec.trainable)
+    whole = sum([spec.numel * dtypes.reduce(spec).itemsize for spec in parameters if spec.trainable])
     return min(nbytes, max(LEAST_BUCKET_NBYTES, whole // (2 * BUCKETS_OF_A_MODEL if beside else BUCKETS_OF_A_MODEL)))
 
 

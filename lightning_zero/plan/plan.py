@@ -181,17 +181,17 @@ class UnitPlan:
     @property
     def trainable_layouts(self) -> tuple[FlatLayout, ...]:
         """The layouts that have gradients."""
-        return tuple(layout for layout in self.layouts if layout.trainable)
+        return tuple([layout for layout in self.layouts if layout.trainable])
 
     @property
     def slot_nbytes(self) -> int:
         """Bytes that the unsharded parameters take in compute dtype."""
-        return pack((layout.numel, layout.compute_dtype) for layout in self.layouts)[1]
+        return pack([(layout.numel, layout.compute_dtype) for layout in self.layouts])[1]
 
     @property
     def gradient_slot_nbytes(self) -> int:
         """Bytes that the unit's gradients take in reduce dtype."""
-        return pack((layout.numel, layout.reduce_dtype) for layout in self.trainable_layouts)[1]
+        return pack([(layout.numel, layout.reduce_dtype) for layout in self.trainable_layouts])[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +243,7 @@ class ZeroPlan:
     @property
     def layouts(self) -> tuple[FlatLayout, ...]:
         """Of all units, in plan order."""
-        return tuple(layout for unit in self.units for layout in unit.layouts)
+        return tuple([layout for unit in self.units for layout in unit.layouts])
 
     @property
     def trainable_layouts(self) -> tuple[FlatLayout, ...]:
@@ -453,7 +453,8 @@ class ZeroPlan:
         if gathers:
             specs = find_units(tree, rules)
         else:
-            find_named(tree, rules or ())  # a name that nothing has is a mistake in every stage
+            if rules is not None:
+                find_named(tree, rules)  # a name that nothing has is a mistake in every stage
             limit = limit_bucket(parameters, bucket_nbytes, dtypes, beside=reduces)
             buckets = make_buckets(parameters, limit, dtypes)
             specs = tuple(UnitSpec(f"bucket {index}", bucket) for index, bucket in enumerate(buckets))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from lightning_zero._torch import storage_key, storage_users
+from lightning_zero._torch import storage_key, users_of
 from lightning_zero.errors import some
 from lightning_zero.plan.layout import ParameterSpec
 
@@ -197,7 +197,7 @@ def check_memory(module: nn.Module, device: torch.device) -> None:
                         "one object under both names (`b.weight = a.weight`, not `.data`); or `clone()` one."
                     )
             near.append((name, tensor))
-        if storage_users(near[0][1]) > len(group) + known.count(key):
+        if key and users_of(key) - 1 > len(group) + known.count(key):
             kept += [name for name, tensor in group.values() if tensor.requires_grad]
     if kept:
         warnings.warn(

@@ -155,11 +155,6 @@ def binding_of(parameter: Tensor) -> Binding | None:
     return binding if binding is not None and binding.parameter is parameter else None
 
 
-def is_absent(parameter: Tensor) -> bool:
-    """Whether a parameter's values are not in memory."""
-    return isinstance(parameter, _Absent)
-
-
 def original_kind(parameter: Tensor) -> type[nn.Parameter]:
     """The class of a parameter before an engine looked after it."""
     kind: Any = type(parameter)
@@ -317,6 +312,10 @@ class _Absent(_Shown):
 
     def __format__(self: Any, spec: str) -> str:
         return format(repr(self), spec)
+
+
+is_absent: Callable[[Any], bool] = _Absent.__instancecheck__
+"""Whether a parameter's values are not in memory."""
 
 
 @cache
