@@ -278,9 +278,10 @@ def average_slices(
     """
 
     def shows(method: Callable[..., Any], writes: bool) -> Callable[..., None]:
-        def call(*args: Any) -> None:
+        def call(*args: Any, **kwargs: Any) -> None:
             masters = _Masters(session, module)
-            method(*(masters if value is module else value for value in args))
+            shown = {key: masters if value is module else value for key, value in kwargs.items()}
+            method(*(masters if value is module else value for value in args), **shown)
             if writes:
                 session.engine.masters_changed(range(len(session.engine.units)))
 
