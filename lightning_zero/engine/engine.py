@@ -586,7 +586,10 @@ class ZeroEngine:
                 f"{what} was called in a thread of its own, where it would come between other messages of the ranks. "
                 "Call it in the thread that trains, and give the other one the number."
             )
-        rows = self.agree(what, [history])
+        # Few numbers on the host go with the agreement itself.
+        count, control = len(numbers), self.means.control
+        at_once = self.totals is control and count < self.means.agreement.width
+        rows = self.agree(what, [history, *(numbers.cpu().view(torch.int64).tolist() if at_once else ())])
         other = next((rank for rank, row in enumerate(rows) if row[0] != rows[0][0]), None)
         if other is not None:
             raise DivergenceError(
@@ -594,7 +597,9 @@ class ZeroEngine:
                 "the whole, so all must have done the same to it: look for a mask, a factor or a noise that depends on "
                 "the rank, or use `with lightning_zero.full_gradients(module):`."
             )
-        count = len(numbers)
+        if at_once:
+            own = [row[1 : 1 + count] for row in rows]
+            return control.put_together(own) if added else torch.tensor(own, device="cpu").view(torch.float64)
         if not added:
             each = numbers.new_zeros(self.collectives.world_size, count)
             each[self.collectives.rank] = numbers
