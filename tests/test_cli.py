@@ -352,3 +352,12 @@ def test_a_reader_that_has_seen_enough_ends_a_command_quietly() -> None:
         assert process.wait(60) == 1
     assert "Traceback" not in errors
     assert "BrokenPipe" not in errors
+
+
+def test_to_inspect_imports_no_lightning(tmp_path: Path) -> None:
+    """Most of the seconds that it takes would be those."""
+    for module in ("lightning", "torchmetrics"):
+        (tmp_path / f"{module}.py").write_text("raise RuntimeError(f'{__name__} is imported')")
+    stderr = run_script(["-m", "lightning_zero", "inspect", "missing.ckpt"], cwd=tmp_path, code=1).stderr
+    assert "missing.ckpt" in stderr
+    assert "is imported" not in stderr
