@@ -11,7 +11,6 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,18 +45,17 @@ _RUN_OPTIONS = {
 }
 
 
-def _run_tool(command: str, args: Sequence[str], *, early: bool = False) -> bool:
-    """Run a command that trains nothing. False if it needs Lightning, and it is too ``early`` to import it."""
-    run = consolidate if command == "consolidate" else partial(extension(_OF_EXTENSIONS[command]).run, early=early)
+def _run_tool(command: str, args: Sequence[str]) -> None:
+    """Run a command that trains nothing. SystemExit if it fails."""
+    run = consolidate if command == "consolidate" else extension(_OF_EXTENSIONS[command]).run
     try:
-        code: int | None = run(args)
+        code: int = run(args)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough, as `head` has: nothing more can be printed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     if code:
         raise SystemExit(code)
-    return code is not None
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -113,7 +111,8 @@ def answer_early() -> None:
     if program in (("lightning_zero",) if argv[0] == "-m" else ("lightning-zero", "lightning-zero.exe")):
         try:
             command = _command(argv[1:])
-            if command in _TOOLS and _run_tool(command, argv[2:], early=True):
+            if command in ("inspect", "consolidate"):
+                _run_tool(command, argv[2:])
                 raise SystemExit(0)
         except ExtensionError as error:
             raise SystemExit(f"lightning-zero: error: {error}") from None

@@ -52,13 +52,9 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def run(args: Sequence[str], *, early: bool = False) -> int:
-    """Run ``lightning-zero inspect`` with these options; the exit code is 1 if the checkpoint is damaged or none.
-
-    It is 3 if the checkpoint cannot be verified, because not all that counts has checksums.
-
-    Raises SystemExit for ``--help``, or with 2 for wrong options.
-    """
+def run(args: Sequence[str]) -> int:
+    """Run ``lightning-zero inspect`` with these options; the exit code is 1 if the checkpoint is damaged or none, 3 if
+    not all that counts has checksums. Raises SystemExit for ``--help``, or with 2 for wrong options."""
     from lightning_zero.checkpoint import is_checkpoint_directory_at
     from lightning_zero.extensions.inspection.contents import inspect_checkpoint, list_checkpoints, reason_of
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_zero.cli import short_help
 
-__all__ = ["GONE", "OPTIONS", "WHAT", "describe_plan", "estimate_memory", "help_text", "measure_activations", "run"]
+__all__ = ["OPTIONS", "WHAT", "describe_plan", "estimate_memory", "help_text", "measure_activations", "run"]
 
 _COSTS = ("OptimizerCost", "expected_disk", "expected_host_memory", "expected_memory", "stage_memory")
 _LATER = dict.fromkeys(_COSTS, "costs") | dict.fromkeys(("describe_plan", "estimate_memory"), "estimate")
@@ -36,6 +36,9 @@ OPTIONS = {
     "lora_targets": "What gets an adapter, if not what peft chooses for the model: q_proj,v_proj, or all-linear.",
     "batch_size": "Of one process, to measure activations of --hf-config with.",
     "sequence_length": "Tokens of each example there.",
+    "link_between": "Speed of a machine's link to the others, each way: 10Gbit/s or 10Gbps. Shows seconds.",
+    "link_within": "Speed of a process's link within its machine, each way: 100GB/s.",
+    "plot": "Write a picture, FILE.png or FILE.svg: a bar of each stage. Needs matplotlib.",
     "json": "Print everything as one JSON object.",
     "stage": "ZeRO stage: 1, 2 or 3. From trainer.strategy if not given.",
     "world_size": "Number of processes. trainer.devices * trainer.num_nodes if not given.",
@@ -43,13 +46,6 @@ OPTIONS = {
     "bucket_mib": "Size of a gradient bucket in MiB (stages 1 and 2).",
     "prefetch": "Units gathered ahead of the one that computes (stage 3).",
     "offload": "Where optimizer state rests, in stage 3 parameters too: host, nvme, none. As trainer.strategy has it.",
-}
-
-
-GONE = {
-    "link_between": "divide the row 'leaves a host in a step' by the speed of the link",
-    "link_within": "divide the row 'sent in a step' by the speed of the link",
-    "plot": "draw a picture of the numbers that --json prints",
 }
 
 
@@ -64,13 +60,8 @@ def help_text() -> str:
     return short_help("plan", WHAT, OPTIONS)
 
 
-def run(args: Sequence[str], *, early: bool = False) -> int | None:
-    """Print what ``lightning-zero plan`` has to say: 0. 2 if the settings are wrong, 1 if something else fails.
-
-    ``None``, and nothing is printed, if it is too ``early`` to import Lightning.
-    """
-    if early:
-        return None
+def run(args: Sequence[str]) -> int:
+    """Print what ``lightning-zero plan`` has to say: 0. 2 if the settings are wrong, 1 if something else fails."""
     try:
         text = __getattr__("planner_of")(args).report()
     except (ValueError, OSError, ImportError) as error:

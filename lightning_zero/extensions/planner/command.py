@@ -8,7 +8,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -39,9 +39,16 @@ from lightning_zero.config import (
     parse_size,
     validate_offload,
 )
-from lightning_zero.extensions.planner import GONE, OPTIONS, WHAT
+from lightning_zero.extensions.planner import OPTIONS, WHAT
 from lightning_zero.extensions.planner.costs import ADAM, OptimizerCost
-from lightning_zero.extensions.planner.estimate import MemoryEstimate, estimate_memory, plan_numbers
+from lightning_zero.extensions.planner.estimate import (
+    MemoryEstimate,
+    Recommendation,
+    estimate_memory,
+    needed,
+    plan_numbers,
+)
+from lightning_zero.extensions.planner.links import Way, describe_ways, draw, fastest_way, parse_speed, ways_to_send
 from lightning_zero.extensions.planner.measure import ActivationBytes, first_batch, measure_activations
 from lightning_zero.plan import ZeroPlan, build_plan
 from lightning_zero.registry import extension
@@ -70,15 +77,15 @@ class Planner:
             raise ValueError(
                 f"one of --model (or a configuration with it), --hf-config, --parameters is needed{found}."
             )
-        for name, instead in GONE.items():
-            if config[name] is not None:
-                raise ValueError(f"--{name.replace('_', '-')} is gone: {instead}.")
         self.config, self._parser = config, parser
         # "auto" stands for an accelerator, as plans are made for other machines.
         self.on_host = config.trainer.accelerator == "cpu"
         self.settings, self.exchange, self.asked = plan_settings(config)
         precision = precision_of(config)
         self.memory = memory_of(config, self.settings["world_size"])
+        self.speeds = [parsed(config, f"link_{name}", parse_speed) for name in ("between", "within")]
+        if self.speeds[0] and config.trainer.num_nodes == 1:
+            raise ValueError("--link-between is between machines, and there is one: give --trainer.num_nodes.")
         self.model = self._module()
         found_optimizer = self._optimizer()
         if self.model is not None:
@@ -173,13 +180,13 @@ class Planner:
             extension("compression").check(self.asked.compression, plan, scales_loss=False)
         return plan
 
-    def estimate(self) -> MemoryEstimate:
-        """All stages side by side. Raises ValueError if the settings do not fit."""
+    def estimate(self, exchange: Mapping[str, Any] | None = None) -> MemoryEstimate:
+        """All stages side by side, with the configured exchange or another. Raises ValueError if it does not fit."""
         settings = {name: value for name, value in self.settings.items() if name not in ("placement", "offload")}
         settings["activations"] = self.measured and self.measured.total
         if self.model is None:
             settings = {name: settings[name] for name in ("world_size", "param_dtype", "reduce_dtype")}
-        nodes, exchange = self.config.trainer.num_nodes, self.exchange
+        nodes, exchange = self.config.trainer.num_nodes, self.exchange if exchange is None else exchange
         alone = self.settings["world_size"] == nodes > 1  # others read one another's memory
         return estimate_memory(
             self.config.parameters if self.model is None else self.model,
@@ -193,18 +200,41 @@ class Planner:
             **settings,
         )
 
+    def ways(self) -> list[Way]:
+        """What links and memory a step takes, for every way to send what it sends."""
+        world_size = self.settings["world_size"]
+        ranks = world_size // self.config.trainer.num_nodes
+        node = ranks if 1 < ranks < world_size else None
+        spans = dict.fromkeys((None, node, self.exchange["shard_within"]))
+        exchanges: list[dict[str, Any]] = [{"shard_within": span} for span in spans]
+        exchanges += [{"secondary_shards": True}] if node else []
+        return ways_to_send([self.estimate(exchange) for exchange in exchanges], self.memory, self.speeds)
+
     def numbers(self) -> dict[str, Any]:
         """What ``describe`` says, in bytes and seconds; docs/planner.md has the keys."""
-        estimate = self.estimate()
+        estimate, ways = self.estimate(), self.ways()
         return {
             "plan": None if self.model is None else plan_numbers(self.plan(), estimate.micro_steps),
             "estimate": asdict(estimate),
             "activations": {"unknown": self.unknown} if self.unknown else self.measured and asdict(self.measured),
             "recommended": self.memory and asdict(estimate.recommend(**self.memory)),
+            "ways": [asdict(way) for way in ways],
+            "fastest": (fastest := fastest_way(ways)) and asdict(fastest),
         }
 
+    def _advice(self, estimate: MemoryEstimate) -> tuple[Recommendation | None, bool]:
+        """What to choose for the given memory, and whether stages that offload are shown."""
+        advice = None if self.memory is None else estimate.recommend(**self.memory)
+        fits = [] if advice is None else [advice.name] if advice.name else advice.fits
+        only_with = advice is not None and all(name.endswith("_offload") for name in fits)
+        return advice, only_with or self.settings["offload"] is not None
+
     def report(self) -> str:
-        """What the command prints."""
+        """What the command prints, after it has drawn the picture that it was asked for."""
+        if self.config.plot is not None:
+            estimate = self.estimate()
+            stages, title = estimate.shown(self._advice(estimate)[1])
+            draw(stages, self.config.plot, title, (self.memory or {}).get("device_nbytes"))
         return json.dumps(self.numbers(), indent=2) if self.config.json else self.describe()
 
     def describe(self) -> str:
@@ -213,10 +243,7 @@ class Planner:
         if self.model is not None:
             accelerator, steps = estimate.accelerator, estimate.micro_steps
             parts.append(self.plan().describe(optimizer=self.optimizer, accelerator=accelerator, micro_steps=steps))
-        advice = None if self.memory is None else estimate.recommend(**self.memory)
-        fits = [] if advice is None else [advice.name] if advice.name else advice.fits
-        only_with = advice is not None and all(name.endswith("_offload") for name in fits)
-        offload = only_with or self.settings["offload"] is not None
+        advice, offload = self._advice(estimate)
         parts.append(estimate.describe(offload=offload))
         parts += [self.unknown] if self.unknown else []
         if self.assumed:
@@ -229,6 +256,9 @@ class Planner:
             parts.append(f"Recommended: {advice.name or 'nothing'}. {advice.reason}")
             how = "Give --activations measured, or a size such as --activations 20GB."
             parts[-1] += f" {how}" if uncounted else ""
+        if any(self.speeds):
+            ways = [way for way in self.ways() if offload or "_offload" not in way.stage]
+            parts.append(describe_ways(ways) + " Activations are not counted." * uncounted)
         return "\n\n".join(parts)
 
 
@@ -263,17 +293,14 @@ class PlanCLI(ZeroCLI):
         types: dict[str, Any] = {"stage": Stage, "bucket_mib": PositiveFloat, "prefetch": NonNegativeInt}
         types |= {"units": list[str], "offload": Literal["host", "nvme", "none"]}
         types |= dict.fromkeys(("world_size", "batch_size", "sequence_length", "lora"), PositiveInt)
-        for name, text in {**OPTIONS, **GONE}.items():  # all may be left out, and have their hyphens as hyphens too
+        for name, text in OPTIONS.items():  # all may be left out, and have their hyphens as hyphens too
             spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
             kind: dict[str, Any] = {"type": types.get(name, str) | None, "default": None}
             parser.add_argument(*spellings, help=text, **({"action": "store_true"} if name == "json" else kind))
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse ``args``, the command line without the word ``plan``.
-
-        ``LightningCLI`` does the same with a warning about ``sys.argv``, which holds that word too. A seed would be set
-        for nothing: nothing is initialised.
-        """
+        """Parse ``args``, the command line without the word ``plan``: without ``LightningCLI``'s warning about
+        ``sys.argv``, which holds that word too, and without a seed, as nothing is initialised."""
         if isinstance(args, dict | Namespace):
             self.config = parser.parse_object(args)
         else:
@@ -375,10 +402,10 @@ def memory_of(config: Namespace, world_size: int) -> dict[str, Any] | None:
     return None if device is None else {"device_nbytes": device, "host_nbytes": host, "activations_nbytes": activations}
 
 
-def parsed(config: Namespace, name: str) -> int | None:
-    """Bytes of an option."""
+def parsed(config: Namespace, name: str, parse: Callable[[str], Any] = parse_size) -> Any:
+    """The number of an option: bytes, or what else ``parse`` makes of it."""
     try:
-        return None if config[name] is None else parse_size(config[name])
+        return None if config[name] is None else parse(config[name])
     except ValueError as error:
         raise ValueError(f"--{name.replace('_', '-')}: {error}") from None
 
@@ -402,7 +429,7 @@ def model_of_config(path: str) -> nn.Module:
         raise ValueError(f"{file} is no JSON: {error}") from error
     if not isinstance(content, dict) or "model_type" not in content:
         raise ValueError(f"{file} has no 'model_type', so it does not describe a model of transformers.")
-    transformers = _needed("transformers", "--hf-config", " Or give --parameters.")
+    transformers = needed("transformers", "--hf-config")
     try:
         config = transformers.AutoConfig.for_model(**content)
         named = [getattr(transformers, name, None) for name in content.get("architectures") or ()]
@@ -416,22 +443,13 @@ def model_of_config(path: str) -> nn.Module:
     return model
 
 
-def _needed(package: str, option: str, instead: str = "") -> Any:
-    """A package that this one does not depend on."""
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        text = f"{option} needs the package `{package}` ({error}): pip install {package}.{instead}"
-        raise ImportError(text) from error
-
-
 def adapted(model: nn.Module, config: Namespace) -> nn.Module:
     """The model with the adapters of ``--lora``, which alone are trained then, where PEFT would put them."""
     if config.lora is None:
         if config.lora_targets is not None:
             raise ValueError("--lora-targets needs --lora, the rank of the adapters, for example 16.")
         return model
-    peft, targets = _needed("peft", "--lora"), config.lora_targets
+    peft, targets = needed("peft", "--lora"), config.lora_targets
     if targets is not None and targets != "all-linear":
         targets = re.split(r"[\s,]+", targets.strip("[] "))
     try:

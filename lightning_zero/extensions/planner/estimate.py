@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib import import_module
 from itertools import accumulate, takewhile
 from typing import Any
 
@@ -217,8 +218,8 @@ class MemoryEstimate:
         Args:
             offload: with a column for each stage that offloads.
         """
-        stages = self._shown(offload)
-        columns = [self._rows(stage) for stage in stages.values()]
+        stages, at_peak = self.shown(offload)
+        columns = [self._rows(stage, at_peak) for stage in stages.values()]
         rows = [("bytes of one process", *stages)]
         for word in columns[0]:
             sizes = [column[word] for column in columns]
@@ -234,15 +235,13 @@ class MemoryEstimate:
         more = "From a number of parameters: slots and buckets, which depend on the model's parts, come on top."
         return "\n".join(lines if self.counted else [*lines, "", more])
 
-    def _shown(self, offload: bool) -> dict[str, StageMemory]:
+    def shown(self, offload: bool) -> tuple[Mapping[str, StageMemory], str]:
+        """The stages of the table, and what it calls their peaks."""
         shown = {name: stage for name, stage in self.stages.items() if offload or not name.endswith("_offload")}
-        return shown if len(shown) > 1 else dict(self.stages)
+        at_peak = "at peak" if self.activations is not None else "at peak, without activations"
+        return shown if len(shown) > 1 else self.stages, at_peak
 
-    @property
-    def _at_peak(self) -> str:
-        return "at peak" if self.activations is not None else "at peak, without activations"
-
-    def _rows(self, stage: StageMemory) -> dict[str, int]:
+    def _rows(self, stage: StageMemory, at_peak: str) -> dict[str, int]:
         """Bytes in the order and in the words of the table."""
         rest, peak = dict(stage.rest.items()), dict(stage.peak.items())
         leaving, within = self._on_links(stage.name)
@@ -252,7 +251,7 @@ class MemoryEstimate:
             "at rest": stage.rest.total,
             **{f"+ {word}": max(0, peak[name] - rest[name]) for name, word in words.items()},
             **{f"- {word} not there then": max(0, rest[name] - peak[name]) for name, word in words.items()},
-            self._at_peak: stage.peak.total,
+            at_peak: stage.peak.total,
             "host memory": stage.host.total,
             f"host memory of a machine, {self._ranks}": self.host_nbytes(stage.name),
             "files": stage.disk.total,
@@ -626,3 +625,11 @@ def _memory_rows(plan: Plan, optimizer: OptimizerCost, accelerator: bool) -> lis
 def word_of(category: str) -> str:
     """What people call a category of memory."""
     return _WORDS.get(category, category.replace("_", " "))
+
+
+def needed(name: str, option: str, package: str = "") -> Any:
+    """A module of a package that this one does not depend on; ImportError where it is not installed."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ImportError(f"{option} needs `{name}` ({error}): pip install {package or name}.") from error

@@ -514,6 +514,13 @@ def test_the_configured_exchange_of_a_configuration(tmp_path: Path) -> None:
         plan_cli(*TWO_BY_TWO, "--trainer.strategy=zero3", "--trainer.strategy.shard_within=3")
 
 
+def test_a_configured_number_of_ranks_is_a_way_of_its_own() -> None:
+    arguments = ["--trainer.strategy=zero3", "--trainer.strategy.shard_within=4", "--trainer.num_nodes=4"]
+    names = [str(way) for way in plan_cli(*TWO_BY_TWO, *arguments).ways()]
+    assert "zero3 with shard_within=4" in names
+    assert 'zero3 with shard_within="node"' in names
+
+
 @pytest.mark.parametrize("option", ["--host-memory=1TB", "--activations=1GB"])
 def test_sizes_that_nothing_is_compared_with_are_refused(option: str) -> None:
     with pytest.raises(ValueError, match="need --device-memory beside them"):
@@ -714,6 +721,28 @@ def test_without_transformers_the_error_says_what_to_install(
 # ------------------------------------------------------------------------------------------------------------- links
 
 FOUR_MACHINES = ["--trainer.devices=8", "--trainer.num_nodes=4", "--trainer.accumulate_grad_batches=4"]
+LINKS = ["--link-between=100Gbit/s", "--link-within=300GB/s"]
+
+
+def test_seconds_on_links_are_shown_for_each_way() -> None:
+    """In zero1 rings carry 4 + 2 bytes of a parameter once; with shards of a machine 8 * 3 / 4 bytes leave it."""
+    printed = of_70b(*FOUR_MACHINES, *LINKS, "--device-memory=192GB")
+    assert ", bf16-mixed, 32 processes, 4 micro-steps in a step\n" in printed
+    rows = {row[0]: row[1:] for row in (re.split("  +", line) for line in printed.splitlines()) if len(row) == 7}
+    leaving = 6 * 70e9 * 31 / 32
+    assert rows["zero1"][1] == f"{leaving / 12.5e9:.3f} s"
+    assert rows["zero1"][3] == f"{leaving * 7 / 8 / 300e9:.3f} s"
+    assert rows['zero2 with shard_within="node"'][:2] == ["420 GB", "33.600 s"]
+    assert rows["zero1"][5] == "no"
+    assert rows['zero2 with shard_within="node"'][5] == "no"
+    # (4 * 4 + 2) bytes in zero2, (4 + 2 * 2) * 4 in zero3.
+    assert rows["zero2"][:2] == ["1.22 TB", f"{18 * 70e9 * 31 / 32 / 12.5e9:.3f} s"]
+    assert 'Fastest by the links: zero3 with shard_within="node", 33.600 s between hosts and ' in printed
+    assert "zero3 takes least memory: 173.600 s between hosts" in printed
+    assert "what overlaps with computation is not subtracted" in printed
+    # In two hops: 4 * 4 bytes of gradients, and 2 of weights, which are kept.
+    assert rows["zero3 with secondary_shards"][0] == f"{18 * 70 * 3 // 4} GB"
+    assert "_offload" not in printed
 
 
 def test_all_tables_are_of_a_step_with_all_its_micro_steps() -> None:
@@ -729,19 +758,56 @@ def test_all_tables_are_of_a_step_with_all_its_micro_steps() -> None:
     assert cli.numbers()["plan"]["traffic"] == asdict(must) | {"world_size": 8, "group_size": 8}
 
 
+@pytest.mark.parametrize("accelerator", ["cpu", "gpu"])
+def test_rounding_is_shown(accelerator: str) -> None:
+    printed = plan_cli(*SMALL, *FOUR_MACHINES, *LINKS, f"--trainer.accelerator={accelerator}").describe()
+    for kind in ("bfloat16", "int8", "int4"):
+        assert re.search(rf"^zero3 in {kind} ", printed, re.MULTILINE)
+    assert "With Compression, which rounds: " in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--link-between=10Gb", "--link-within=10G"], "--link-within: a speed like"),
+        (["--link-between=10GiB/s", "--trainer.num_nodes=2"], "--link-between: a speed like '10Gbit/s'"),
+        (["--link-within=fast"], "--link-within: a speed like '10Gbit/s'"),
+        (["--link-between=10Gbit"], "between machines, and there is one: give --trainer.num_nodes"),
+    ],
+)
+def test_what_is_wrong_with_a_link_is_said_in_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    exits(2, "--world-size=2", "--parameters=1B", *arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_one_machine_has_links_within(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "--world-size=8", "--parameters=1B", "--link-within=100GB/s"])
+    printed = capsys.readouterr().out
+    assert re.search(r"^zero1 +0 B +- +7 GB +0\.070 s ", printed, re.MULTILINE)
+    assert "shard_within" not in printed
+
+
 # --------------------------------------------------------------------------------------------------------------- JSON
 
 
 def test_the_report_is_one_json_object() -> None:
     arguments = ["--json", "--device-memory=80GB", "--host-memory=1TB", "--trainer.devices=8", "--trainer.num_nodes=4"]
-    report = json.loads(of_70b(*arguments))
-    assert set(report) == {"plan", "estimate", "activations", "recommended"}
+    report = json.loads(of_70b(*arguments, *LINKS))
+    assert set(report) == {"plan", "estimate", "activations", "recommended", "ways", "fastest"}
     assert report["plan"] is None
     estimate = report["estimate"]
     assert (estimate["numel"], estimate["world_size"], estimate["hosts"]) == (70 * 10**9, 32, 4)
     assert estimate["stages"]["zero3"]["rest"]["optimizer"] == 8 * 70 * 10**9 // 32
     assert estimate["optimizer"]["name"] == "AdamW"
     assert report["recommended"]["name"] == report["recommended"]["fits"][0] == "zero3"
+    ways = {(way["stage"], way["shard_within"], way["compression"]): way for way in report["ways"]}
+    assert ways["zero3_offload", None, None]["host_nbytes"] == 18 * 70 * 10**9 // 4
+    assert ways["zero3", "node", None]["between_nbytes"] == 420 * 10**9
+    assert ways["zero3", "node", None]["between_seconds"] == pytest.approx(33.6)
+    assert not ways["zero3", "node", None]["fits"]
+    assert report["fastest"] == ways["zero3", None, None]
 
 
 def test_the_report_of_a_model_has_its_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -881,14 +947,41 @@ def test_activations_of_a_hugging_face_model(llama: Path, monkeypatch: pytest.Mo
         tokens_for(nn.Linear(1, 1), 3, 64)
 
 
-@pytest.mark.parametrize(
-    ("option", "instead"),
-    [
-        ("--plot=plan.svg", "draw a picture of the numbers that --json prints"),
-        ("--link-between=10Gbit/s", "divide the row 'leaves a host in a step' by the speed of the link"),
-        ("--link-within=300GB/s", "divide the row 'sent in a step' by the speed of the link"),
-    ],
-)
-def test_options_that_are_gone_say_what_to_do(capsys: pytest.CaptureFixture[str], option: str, instead: str) -> None:
-    exits(2, "--parameters=7B", "--world-size=2", option)
-    assert f"error: {option.partition('=')[0]} is gone: {instead}." in capsys.readouterr().err
+# ------------------------------------------------------------------------------------------------------------ picture
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_picture_has_a_bar_for_each_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", *SMALL, *MEASURED, WORDS, "--host-memory=3GB", f"--plot={tmp_path / 'plan.svg'}"])
+    drawn = (tmp_path / "plan.svg").read_text()
+    assert drawn.startswith("<?xml")
+    # Text is drawn as paths, and stands beside them as a comment.
+    for text in (
+        "none",
+        "zero1",
+        "optimizer state",
+        "activations",
+        "1.50 GB of a device",
+        "What a rank holds at peak",
+    ):
+        assert f"<!-- {text}" in drawn
+    assert "zero3_offload" not in drawn  # as in the table, where nothing needs it
+    main(["plan", "--parameters=7B", "--world-size=2", "--offload=host", f"--plot={tmp_path / 'plan.svg'}"])
+    drawn = (tmp_path / "plan.svg").read_text()
+    assert all(f"<!-- {text}" in drawn for text in ("zero3_offload", "What a rank holds at peak, without activations"))
+    main(["plan", "--parameters=7B", "--world-size=2", f"--plot={tmp_path / 'plan.png'}"])
+    assert (tmp_path / "plan.png").read_bytes()[1:4] == b"PNG"
+    capsys.readouterr()
+    exits(2, "--parameters=7B", "--world-size=2", f"--plot={tmp_path / 'plan.doc'}")
+    assert "Format 'doc' is not supported" in capsys.readouterr().err
+    exits(1, "--parameters=7B", "--world-size=2", f"--plot={tmp_path / 'missing' / 'plan.svg'}")
+    assert re.search("plan: error: .*No such file or directory: '.*missing", capsys.readouterr().err)
+
+
+def test_without_matplotlib_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    exits(1, "--parameters=7B", "--world-size=2", "--plot=plan.png")
+    assert "pip install 'lightning-zero[plot]'" in capsys.readouterr().err

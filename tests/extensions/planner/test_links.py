@@ -1,4 +1,4 @@
-"""What a step sends between hosts and within them, by formulas written out and as it was measured."""
+"""What a step sends between hosts and within them, by formulas written out and as it was measured, and its seconds."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from lightning_zero.extensions.planner.estimate import (
     estimate_memory,
     on_links,
 )
+from lightning_zero.extensions.planner.links import Way, describe_ways, fastest_way, parse_speed, ways_to_send
 from tests.helpers.script import ROOT
 
 P = 10**6
@@ -262,3 +263,86 @@ def test_settings_that_do_not_go_together() -> None:
     for settings in ({"secondary_shards": True}, {"compression": Compression(weights="int8")}):
         with pytest.raises(ValueError, match="shard_within goes neither"):
             on_hosts(2, 2, shard_within=2, **settings)
+
+
+# ----------------------------------------------------------------------------------------------------------------- ways
+
+
+def ways(memory: dict[str, int] | None = None, speeds: Any = (1e6, 4e6), **settings: Any) -> list[Way]:
+    exchanges: list[dict[str, Any]] = [{}, {"shard_within": 2}, {"secondary_shards": True}]
+    return ways_to_send([on_hosts(2, 2, **exchange, **settings) for exchange in exchanges], memory, speeds)
+
+
+def named(found: list[Way]) -> dict[str, Way]:
+    return {str(way): way for way in found}
+
+
+def test_seconds_are_bytes_by_the_speed() -> None:
+    """4 P bytes leave a host with a megabyte a second; a rank sends 4 P within, at four times the speed."""
+    found = named(ways())
+    assert (found["zero1"].between_seconds, found["zero1"].within_seconds) == (4.0, 1.0)
+    assert found["none"].between_seconds == 6.0
+    assert found['zero3 with shard_within="node"'].between_seconds == 4.0
+    assert found["zero3 in int8"].between_seconds == pytest.approx(12 * 1.0625 / 4 / 2)
+    assert found["zero3 in int8"].within_seconds == found["zero3"].within_seconds == 1.5
+    assert {way.between_seconds for way in ways(speeds=(None, 1e6))} == {0.0}
+
+
+def test_only_what_can_be_done_is_shown() -> None:
+    found = ways()
+    assert [str(way) for way in ways(accelerator=True)] == [str(way) for way in found]
+    assert {way.stage for way in found if way.shard_within} == {way.stage for way in found} - {"none"}
+    assert not [way for way in found if way.stage == "none" and (way.compression or way.shard_within)]
+    assert {way.stage for way in found if way.secondary_shards} == {"zero3", "zero3_offload"}
+    assert str(next(way for way in found if way.secondary_shards)) == "zero3 with secondary_shards"
+
+
+def test_the_fastest_of_what_fits() -> None:
+    """4 micro-steps: ``zero1`` sends gradients once, and takes 10 bytes of a parameter, ``shard_within`` 12 or 8."""
+    found = ways(micro_steps=4)
+    assert str(fastest_way(found)) == "zero1"
+    assert fastest_way(found).peak_nbytes == 10 * P
+    # 8 bytes are enough for all of zero3, which over the thin link is fastest with shards of a host.
+    tight = ways({"device_nbytes": 8 * P + 1}, micro_steps=4)
+    assert str(fastest_way(tight)) == 'zero3 with shard_within="node"'
+    assert fastest_way(tight).between_seconds == 4.0
+    assert str(fastest_way(tight, rounded=True)) == "zero2 in int4"  # gradients four times, in 0.5625 bytes
+    text = describe_ways(tight)
+    assert 'Fastest by the links: zero3 with shard_within="node", 4.000 s between hosts and ' in text
+    assert "8 MB at peak" in text
+    assert "takes least memory" in text
+    assert "With Compression, which rounds: zero2 in int4, " in text
+    assert "what overlaps with computation is not subtracted" in text
+    nothing = ways({"device_nbytes": 10, "host_nbytes": 10})
+    assert fastest_way(nothing) is None
+    assert describe_ways(nothing).endswith("Fastest by the links: nothing, as nothing fits.")
+
+
+def test_of_equals_the_one_that_takes_least_memory() -> None:
+    """But nothing is offloaded that need not be."""
+    assert str(fastest_way(ways())) == "zero2"
+    assert str(fastest_way(ways({"device_nbytes": 3 * P}))) == 'zero3_offload with shard_within="node"'
+
+
+@pytest.mark.parametrize(
+    ("text", "speed"),
+    [
+        ("10Gbit", 1.25e9),
+        ("10Gbit/s", 1.25e9),
+        ("10Gb/s", 1.25e9),
+        ("10Gbps", 1.25e9),
+        ("10GBps", 1e10),
+        ("100GB/s", 1e11),
+        ("200 Mbit/s", 25e6),
+        ("1.5kB", 1500),
+        ("8bit/s", 1),
+    ],
+)
+def test_speeds(text: str, speed: float) -> None:
+    assert parse_speed(text) == speed
+
+
+@pytest.mark.parametrize("text", ["10", "10G", "10gb/s", "10Gbs", "0Gbit", "-1GB/s", "fast", "10GiB/s", "1,5GB/s", ""])
+def test_what_is_no_speed(text: str) -> None:
+    with pytest.raises(ValueError, match=r"a speed like '10Gbit/s' or '1\.25GB/s' is needed, got"):
+        parse_speed(text)
