@@ -177,20 +177,20 @@ def _of_classes(tree: ModuleTree, classes: Sequence[str], setting: str) -> list[
     """The modules of these classes, which are all there and can be called; else raises ValueError."""
     # A compiled module is gathered by its wrapper's call, outside the compiled region.
     compiled = {id(compiled_module(node.module)) for node in tree.nodes}
-    known = {class_name(node.module) for node in tree.nodes}
-    if missing := [name for name in classes if name not in known]:
+    names = [class_name(node.module) for node in tree.nodes]
+    if missing := [name for name in classes if name not in names]:
         raise ValueError(
             f"{setting} names {missing}, but the model has no module of that class. Its classes are: "
-            f"{', '.join(sorted(known))}."
+            f"{', '.join(sorted(set(names)))}."
         )
-    found = [node for node in tree.nodes if class_name(node.module) in classes and id(node.module) not in compiled]
-    for node in found:
+    pairs = zip(tree.nodes, names, strict=True)
+    found = [(node, name) for node, name in pairs if name in classes and id(node.module) not in compiled]
+    for node, name in found:
         if not has_forward(node.module):
-            name = class_name(node.module)
             raise ValueError(
                 f"{setting} names '{name}', but a {name} ('{node.name}') is never called: name the class of its items."
             )
-    return found
+    return [node for node, _ in found]
 
 
 def has_forward(module: nn.Module) -> bool:
