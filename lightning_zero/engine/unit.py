@@ -270,8 +270,10 @@ class ShardedUnit(Unit):
         for handle in self.pending:
             handle.wait()
         self.pending = []
+        if self.storage is None:
+            raise RuntimeError(f"Unit '{self.name}' cannot be bound. {REPORT}")
         self.pins += 1
-        if self.pins == 1 and not self.held and self.storage is not None:  # as after every gather
+        if self.pins == 1 and not self.held:
             show(self.storage.made[self.plan.index][1])
 
     def unbind(self, streams: Streams) -> bool:
