@@ -47,6 +47,8 @@ _ELSEWHERE = (
     "of times."
 )
 
+_NO_WATCH = "What the other ranks did is not known, because this copy of lightning_zero has no extension 'watch'.\n"
+
 ANY_AGREEMENT = "the agreement with the other ranks"
 """What is waited for, where nobody knows more."""
 LOOK_SECONDS = 1.0
@@ -146,7 +148,7 @@ def raise_failure(what: str, rank: int, error: RuntimeError) -> NoReturn:
     if isinstance(error, DivergenceError | CommunicationError):
         raise error
     watch = current_watch()
-    known = "" if watch is None else watch.explain()
+    known = watch.explain() if watch is not None else "" if installed("watch") else _NO_WATCH
     if watch is not None and watch.verdict:
         raise DivergenceError(f"Rank {rank}: {what} did not complete. {known}") from error
     raise CommunicationError(
