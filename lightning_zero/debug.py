@@ -136,13 +136,14 @@ def full_gradient(module: nn.Module, name: str) -> Tensor | None:
 
     Raises:
         ValueError: if there is no such trainable parameter.
+        RuntimeError: if the last backward did not reduce gradients (``no_sync``, micro-steps in ``zero1``).
 
     Collective: every rank. Between a backward (``on_after_backward``) and ``zero_grad``.
     """
     engine, one = _locate(module, name)
     if one.parameter is None:
         raise ValueError(f"'{name}' is frozen and has no gradient.")
-    engine.agree(f"full_gradient('{one.name}')")
+    _check_averaged(engine, f"full_gradient('{one.name}')")
     with engine.paused():
         return whole_gradients(engine, [one], f"gradient of '{name}'")[one.user]
 
@@ -237,6 +238,7 @@ def grad_norm(module: nn.Module, norm_type: float = 2.0) -> Tensor:
 
     Raises:
         ValueError: for another norm.
+        RuntimeError: as of ``full_gradient``.
 
     Collective: every rank. Between a backward (``on_after_backward``) and ``zero_grad``.
     """
@@ -246,8 +248,14 @@ def grad_norm(module: nn.Module, norm_type: float = 2.0) -> Tensor:
         return torch.nn.utils.get_total_norm(gradients, norm_type)
     wanted = set(module.parameters())
     slices = [one.gradient for one in engine.shards.values() if one.user in wanted and one.gradient is not None]
-    engine.agree("grad_norm")
+    _check_averaged(engine, "grad_norm")
     return gradient_norm(slices, engine.totals, norm_type)
+
+
+def _check_averaged(engine: ZeroEngine, what: str) -> None:
+    """Raise RuntimeError on every rank if one has sums of its own. Collective: every rank."""
+    if any(row[0] for row in engine.agree(what, [int(engine.accumulates)])):
+        raise RuntimeError(f"{what}: the last backward did not reduce gradients, so there are no averages yet.")
 
 
 def _engine_of(module: nn.Module) -> tuple[nn.Module, ZeroEngine | None]:

@@ -48,10 +48,14 @@ _OF_VALUES = (
 
 
 def _sum_of_own(bucket: GradientBucket, position: int) -> Tensor | None:
-    """The sum of this rank's gradients over micro-steps, where that stays whole."""
-    if bucket.resident is None or bucket.room is None or not bucket.still_local(position):
-        return None
-    return bucket.room.views[position]
+    """The sum of this rank's gradients over micro-steps, where that stays whole, and is all there is."""
+    whole = bucket.room is not None and bucket.resident is not None and not _is_apart(bucket, position)
+    return bucket.room.views[position] if whole and bucket.still_local(position) else None  # type: ignore[union-attr]
+
+
+def _is_apart(bucket: GradientBucket, position: int) -> bool:
+    """Whether there is an average of an earlier step, and beside it a sum of micro-steps since."""
+    return position in bucket.round.kept and bucket.still_local(position)
 
 
 class _Gradient(Source):
@@ -69,6 +73,12 @@ class _Gradient(Source):
             raise ParameterAccessError(
                 f"{called} uses the {self.what} that was cleared or replaced since it was read, and its memory is used "
                 "again. Read `.grad` anew, or keep a copy of it: clone it while it is there."
+            )
+        if _is_apart(bucket, one.position):
+            raise ParameterAccessError(
+                f"{called} was called of the gradient of '{self._binding.name}', which is an average that nobody has "
+                "cleared and this rank's own sum since: their sum is nowhere. Clear gradients after each step, or look "
+                "at them in `on_before_optimizer_step`."
             )
         if self._engine.progress.between_micro_steps and not linear:
             raise ParameterAccessError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_zero import HostOffload, ZeroStrategy, full_gradients
+from lightning_zero import HostOffload, ZeroStrategy, full_gradient, full_gradients, grad_norm
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import run_world
 
@@ -93,3 +93,61 @@ def test_sums_are_those_of_ddp(world_size: int) -> None:
         return wrong
 
     assert run_world(world_size, fit, timeout=120) == [[]] * world_size
+
+
+class Keeps(pl.LightningModule):
+    """Never clears gradients, and asks for them after every micro-step."""
+
+    def __init__(self, ask: Any) -> None:
+        super().__init__()
+        self.layer, self.ask, self.answers = nn.Linear(4, 4), ask, list[str]()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.layer(torch.full((1, 4), float(batch_idx + self.global_rank))).sum()
+        return loss
+
+    def on_after_backward(self) -> None:
+        try:
+            self.ask(self)
+            self.answers.append("")
+        except Exception as error:
+            self.answers.append(str(error))
+
+    def optimizer_zero_grad(self, *args: Any) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_what_is_an_average_and_a_sum_beside_it_cannot_be_seen() -> None:
+    """With two micro-steps in ``zero1``. Before the first step there is a sum of this rank's, as under DDP."""
+    asks: dict[str, Any] = {
+        "norm": lambda module: module.layer.weight.grad.norm(),
+        "edit": lambda module: module.layer.weight.grad.mul_(0.5),
+        "copy": lambda module: module.layer.weight.grad.clone(),
+        "full_gradient": lambda module: full_gradient(module, "layer.weight"),
+        "grad_norm": grad_norm,
+        "is there": lambda module: module.layer.weight.grad is not None,
+    }
+
+    def run(rank: int) -> dict[str, list[str]]:
+        found = {}
+        for name, ask in asks.items():
+            module = Keeps(ask)
+            with quiet():
+                trainer = make_trainer(ZeroStrategy(stage=1), max_steps=2, accumulate_grad_batches=2)
+                trainer.fit(module, DataLoader(range(4), batch_size=1))  # type: ignore[arg-type]
+            found[name] = module.answers
+        return found
+
+    for found in run_world(2, run):
+        for name, (first, second, third, last) in found.items():
+            assert not second, name
+            assert not last, name
+            if name in ("full_gradient", "grad_norm"):
+                assert "no averages yet" in first, name
+                assert "no averages yet" in third, name
+            else:
+                assert not first, name
+                assert ("and this rank's own sum since" in third) == (name != "is there"), name
