@@ -215,5 +215,6 @@ def _disk(path: Path) -> Iterator[None]:
 
 
 def _shared(folder: Path) -> list[str]:
-    """Names of shared memory that were not there before."""
-    return sorted({*os.listdir("/dev/shm")} - {*json.loads((folder / "names").read_text())})
+    """Names of shared memory that were not there before, but those that torch gives to a loader's workers."""
+    new = {*os.listdir("/dev/shm")} - {*json.loads((folder / "names").read_text())}
+    return sorted(name for name in new if not name.startswith("torch_"))
