@@ -49,8 +49,9 @@ _OF_VALUES = (
 
 def _sum_of_own(bucket: GradientBucket, position: int) -> Tensor | None:
     """The sum of this rank's gradients over micro-steps, where that stays whole, and is all there is."""
-    whole = bucket.room is not None and bucket.resident is not None and not _is_apart(bucket, position)
-    return bucket.room.views[position] if whole and bucket.still_local(position) else None  # type: ignore[union-attr]
+    if bucket.resident is None or bucket.room is None or not bucket.still_local(position):
+        return None
+    return None if position in bucket.round.kept else bucket.room.views[position]
 
 
 def _is_apart(bucket: GradientBucket, position: int) -> bool:
