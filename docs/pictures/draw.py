@@ -105,9 +105,7 @@ def step() -> None:
     picture.box(left + 8 * wide, lanes["compute"], 2 * wide - 8, 40, "o", "optimizer step", "on the shard")
     for x, text in [(0, "unshard unit 1"), (4, "unit 3 is still full"), (8, "all gradients are reduced")]:
         picture.text(left + x * wide, 52, text, "s", size=12)
-    picture.text(
-        16, 222, "Each unit is all-gathered one ahead of its use, and resharded after it. A unit's gradients are", "s"
-    )
+    picture.text(16, 222, "Each unit is all-gathered one ahead of its use, and resharded after it.", "s")
     picture.text(
         16, 240, "Its gradients are reduce-scattered when its bucket is full, while the backward continues.", "s"
     )
@@ -150,10 +148,8 @@ def checkpoint() -> None:
     picture.arrow((16, 76), (8, 76), (8, 238), (206, 238))
     picture.box(210, 218, 230, 40, "o", "zero.json, last")
     picture.text(456, 234, "written by rank 0: index, sizes, checksums.", "s")
-    picture.text(456, 252, "This is the commit: before it, the old one counts.", "s")
-    picture.text(
-        16, 282, ".metadata and meta.pt hold the same index for torch.distributed.checkpoint and Lightning.", "s"
-    )
+    picture.text(456, 252, "Until it is there, the old checkpoint counts.", "s")
+    picture.text(16, 282, ".metadata and meta.pt are for torch.distributed.checkpoint and Lightning.", "s")
     picture.write("checkpoint.svg")
 
 

@@ -45,7 +45,7 @@ OPTIONS = {
     "units": "Class names that become units.",
     "bucket_mib": "Size of a gradient bucket in MiB (stages 1 and 2).",
     "prefetch": "Units gathered ahead of the one that computes (stage 3).",
-    "offload": "Where optimizer state rests, in stage 3 parameters too: host, nvme, none. As trainer.strategy has it.",
+    "offload": "Where optimizer state stays, in stage 3 parameters too: host, nvme, none. As trainer.strategy has it.",
 }
 
 
