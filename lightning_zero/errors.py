@@ -36,7 +36,7 @@ __all__ = [
 UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _CELL_LETTERS = 400  # a column is as wide as its longest cell
 _MAX_TEXT = 4000
-_PAGE = "https://github.com/lightning-zero/lightning-zero/blob/main/docs/messages.md"
+_PAGE = "https://github.com/lightning-zero/lightning-zero/blob/main/docs/troubleshooting.md"
 _SEE = re.compile(rf"\nSee {re.escape(_PAGE)}(#\w+)?")
 
 
@@ -96,7 +96,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def point_to_page(error: BaseException, kind: type[ZeroError]) -> None:
-    """Have an error's traceback end with the address of what the page of messages says about a class of errors."""
+    """Have an error's traceback end with the address of what troubleshooting says about a class of errors."""
     if sys.version_info >= (3, 11):
         error.add_note(_see(kind))
 
@@ -122,7 +122,7 @@ def _see(kind: type[ZeroError]) -> str:
 class ZeroError(RuntimeError):
     """Base of this package's own errors.
 
-    A traceback ends with the address of what the page of messages says about the class. That line is a note and no part
+    A traceback ends with the address of what troubleshooting says about the class. That line is a note and no part
     of the message, so that it comes once, however many messages quote this one on however many ranks. Python 3.10 has
     no notes: there the message ends with it.
     """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import re
 import shlex
 from itertools import pairwise
@@ -20,14 +21,13 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 from torch import nn
 
 import lightning_zero
-from lightning_zero import build_plan
+from lightning_zero import build_plan, errors
 from lightning_zero.checkpoint import save_checkpoint_directory
 from lightning_zero.cli import main
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import UnsupportedOptimizerError
 from lightning_zero.optim.sharded import optimizer_rule
 from lightning_zero.trainer.precision import PrecisionName
-from tests import messages
 from tests.helpers.script import ROOT, run_forked, run_script
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -249,31 +249,45 @@ def test_precisions_are_the_ones_that_exist() -> None:
     assert set(get_args(PrecisionName)) <= set(re.findall(r"`([\w-]+)`", text))
 
 
-def strings_of_the_package() -> list[str]:
-    """Every string of the package, with ``...`` for what is filled in."""
+def strings_in(root: ast.AST) -> list[str]:
+    """Every string of a piece of code, with ``...`` for what is filled in."""
     found = []
-    for file in sorted((ROOT / "lightning_zero").rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.JoinedStr):
-                parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
-                found.append("".join(map(str, parts)))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(re.sub(r"\{\w+\}|%s", "...", node.value))
+    for node in ast.walk(root):
+        if isinstance(node, ast.JoinedStr):
+            parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
+            found.append("".join(map(str, parts)))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(re.sub(r"\{\w+\}|%s", "...", node.value))
     return [" ".join(text.split()) for text in found]
 
 
-def test_quoted_messages_are_those_of_the_package() -> None:
+def test_quoted_messages_are_those_of_the_package_below_their_class() -> None:
     text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    quoted = re.findall(r"^### `(.+)`$", text, re.MULTILINE)
-    assert len(quoted) > 40
-    strings = [*strings_of_the_package(), inspect.getsource(accelerator_connector)]
-    unknown = [message for message in quoted if not any(message in string for string in strings)]
-    assert not unknown
+    titles = re.split(r"^## (.+)$", text, flags=re.MULTILINE)[1:]
+    quoted = [
+        (title, message)
+        for title, part in zip(titles[::2], titles[1::2], strict=True)
+        for start in re.findall(r"^- (`.+?`):(?: |$)", part, re.MULTILINE)
+        for message in re.findall(r"`([^`]+)`", start)
+    ]
+    assert len(quoted) > 80
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in (ROOT / "lightning_zero").rglob("*.py")]
+    strings = [*itertools.chain(*map(strings_in, trees)), inspect.getsource(accelerator_connector)]
+    assert not [message for _, message in quoted if not any(message in string for string in strings)]
 
-
-def test_the_page_of_messages_is_what_is_raised() -> None:
-    stored = (ROOT / "docs" / "messages.md").read_text(encoding="utf-8")
-    assert stored == messages.page(), "python -m tests.messages --page writes it"
+    ours = [name for name in errors.__all__ if name.endswith("Error") and name != "ZeroError"]
+    raised = [
+        (node.func.id, string)
+        for node in itertools.chain(*map(ast.walk, trees))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ours
+        for string in strings_in(node)
+    ]
+    for title, message in quoted:
+        assert {title} >= {name for name, string in raised if message in string}, message
+    for name, part in zip(titles[::2], titles[1::2], strict=True):
+        if name in ours:
+            first = inspect.getdoc(getattr(errors, name)).splitlines()[0]  # type: ignore[union-attr]
+            assert first in part, f"{name} has another docstring"
 
 
 def test_changelog_has_this_version() -> None:

@@ -1,8 +1,9 @@
-"""The package's own errors: a traceback of one ends with the address of what the page of messages says about it."""
+"""The package's own errors: a traceback of one ends with the address of what the troubleshooting page says about it."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import re
 import traceback
@@ -13,9 +14,9 @@ from lightning_zero import errors
 from tests.checkpoint.samples import control
 from tests.helpers.script import ROOT
 from tests.helpers.world import run_world
-from tests.messages import OURS
 
-PAGE = "https://github.com/lightning-zero/lightning-zero/blob/main/docs/messages.md"
+OURS = [name for name in errors.__all__ if inspect.isclass(getattr(errors, name)) and name != "ZeroError"]
+PAGE = "https://github.com/lightning-zero/lightning-zero/blob/main/docs/troubleshooting.md"
 
 
 def told(error: BaseException) -> str:
@@ -34,7 +35,7 @@ def test_a_traceback_ends_with_the_address_also_of_a_copy(name: str) -> None:
 
 def test_the_page_has_what_an_address_leads_to() -> None:
     """GitHub, and MyST for Sphinx, make the anchor of a heading of one word by writing it in small letters."""
-    text = (ROOT / "docs" / "messages.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
 
     assert set(OURS) <= set(headings)
