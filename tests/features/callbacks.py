@@ -279,7 +279,7 @@ _SAVE = {
     "filename": "{epoch}-{val_loss:.4f}",
 }
 _LOTTERY = {"use_lottery_ticket_hypothesis": False, "parameter_names": ["weight"]}
-_NAMED = "the values are not in memory: do it inside of `full_parameters`"
+_NAMED = "the values are not in memory: do it inside `full_parameters`"
 _IMPLICIT: dict[int, Refusal] = {3: Refusal("full_parameters", _NAMED)}
 
 
@@ -330,12 +330,12 @@ FEATURES = {
         Feature(
             name="`BaseFinetuning`",
             play=thawing(Thawing),
-            why="DDP never averages gradients of what was frozen when it wrapped the module; here they are averaged",
+            why="groups, states and steps; gradients of thawed parameters are averaged, which DDP does not do",
         ),
         Feature(
             name="`BackboneFinetuning`",
             play=thawing(lambda: callbacks.BackboneFinetuning(1, verbose=False)),
-            why="as `BaseFinetuning`",
+            why="likewise",
         ),
         Feature(name="`ModelPruning`", play=having(_pruning), why="without lottery tickets, which are refused"),
         Feature(name="`Callback` with hooks and a state, in checkpoints", play=own_callback),
@@ -370,10 +370,10 @@ FEATURES = {
         Feature(name="`PyTorchProfiler`", play=profiled("pytorch")),
     ],
     "What is made of a fitted module": [
-        Feature(name="`copy.deepcopy`, `pickle`, `torch.save` inside of `full_parameters`", play=copied),
-        Feature(name="`to_torchscript`, `torch.export` inside of `full_parameters`", play=exported),
+        Feature(name="`copy.deepcopy`, `pickle`, `torch.save` inside `full_parameters`", play=copied),
+        Feature(name="`to_torchscript`, `torch.export` inside `full_parameters`", play=exported),
         Feature(name="`copy.deepcopy` outside of `full_parameters`", play=bare_copy, refused=_IMPLICIT, alone=True),
-        Feature(name="histograms and norms of weights inside of `full_parameters`", play=histograms),
+        Feature(name="histograms and norms of weights inside `full_parameters`", play=histograms),
         Feature(
             name="histograms and norms of weights between steps, outside of `full_parameters`",
             play=bare_histograms,

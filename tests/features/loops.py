@@ -310,7 +310,7 @@ FEATURES = {
         Feature(name="`LightningDataModule`, its hooks and state, several loaders for validation", play=data_module),
         Feature(name="`IterableDataset`", play=streams),
         Feature(name="`CombinedLoader`", play=combined),
-        Feature(name="data of another length on each process, in validation and `predict`", play=uneven),
+        Feature(name="data of another length on each rank, in validation and `predict`", play=uneven),
         Feature(name="hooks that move batches", play=fitting(3, net=Moving)),
     ],
     "Logging": [

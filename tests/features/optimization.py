@@ -281,9 +281,10 @@ def steps_of_one(make: Make, folder: Path) -> Any:
     return made(module, trainer)
 
 
-SUMS = "accumulated gradients are added up after they were averaged, DDP averages once: rounding"
+NORMS = "rounding: norms are summed over the ranks"
+SUMS = "rounding: each micro-step is averaged, where DDP averages their sum"
 ADDED = {2: 1e-5, 3: 1e-5}
-_NORM = Refusal("with max_norm=1.0, which changes", "with several processes, as DDP's drift apart by it; see limits")
+_NORM = Refusal("with max_norm=1.0, which changes", "with several ranks, which drift apart under DDP")
 _EVERYWHERE = (1, 2, 3)
 
 FEATURES = {
@@ -295,21 +296,21 @@ FEATURES = {
             name="`gradient_clip_val` by norm",
             play=fitting(4, gradient_clip_val=0.01),
             bounds=dict.fromkeys(_EVERYWHERE, 1e-5),
-            why="the norm is the sum of the ranks' parts: rounding",
+            why=NORMS,
         ),
         Feature(
             name="`gradient_clip_val` by value",
             play=fitting(4, gradient_clip_val=0.01, gradient_clip_algorithm="value"),
         ),
         Feature(
-            name="`grad_norm`, `clip_grad_norm_`, edits of `.grad` in hooks, inside of `full_gradients`",
+            name="`grad_norm`, `clip_grad_norm_`, edits of `.grad` in hooks, inside `full_gradients`",
             play=fitting(3, net=Editing),
         ),
         Feature(
             name="`grad_norm`, `clip_grad_norm_` in hooks, without `full_gradients`",
             play=fitting(3, net=lambda: Editing(False)),
             bounds=dict.fromkeys(_EVERYWHERE, 1e-5),
-            why="the norm is the sum of the ranks' parts: rounding",
+            why=NORMS,
         ),
         Feature(name="`configure_gradient_clipping`", play=fitting(3, net=OwnClipping, max_epochs=2)),
         Feature(
@@ -350,13 +351,13 @@ FEATURES = {
             name="several optimizers, `toggle_optimizer`, `clip_gradients`, schedulers",
             play=fitting(4, net=Pair, max_epochs=2),
             bounds=dict.fromkeys(_EVERYWHERE, 1e-5),
-            why="the norm is the sum of the ranks' parts: rounding",
+            why=NORMS,
         ),
         Feature(
             name="`max_steps` with several optimizers",
             play=steps_of_one,
             bounds=dict.fromkeys(_EVERYWHERE, 1e-5),
-            why="as above",
+            why=NORMS,
         ),
         Feature(
             name="accumulation with `toggle_model(sync_grad=...)`",
@@ -375,14 +376,14 @@ FEATURES = {
             ddp_refuses=True,
             refused=dict.fromkeys(
                 _EVERYWHERE,
-                Refusal("configure_model", "so does DDP: materialise them in `__init__` or `configure_model`"),
+                Refusal("configure_model", "under DDP too: materialise them in `__init__` or `configure_model`"),
             ),
         ),
         Feature(name="`layer.compile()`", play=fitting(3, net=Compiling)),
         Feature(
             name="`torch.compile` of the whole `LightningModule`",
             play=compiled,
-            why="in torch 2.13, `self.log` in a compiled step fails under any strategy",
+            why="in torch 2.13 `self.log` in it fails under any strategy",
         ),
         Feature(
             name="`sync_batchnorm`",
@@ -390,9 +391,7 @@ FEATURES = {
             ddp_refuses=True,
             refused=dict.fromkeys(
                 _EVERYWHERE,
-                Refusal(
-                    "SyncBatchNorm expected input", "on CPUs, where torch has none for DDP either; on GPUs not tried"
-                ),
+                Refusal("SyncBatchNorm expected input", "on CPUs, by torch, under DDP too; on GPUs not tried"),
             ),
         ),
         Feature(

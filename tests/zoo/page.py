@@ -10,13 +10,10 @@ LIBRARIES = ("torch", "transformers", "timm", "torchvision", "peft", "diffusers"
 
 _HEAD = """# Models
 
-Each of these architectures has been trained with random weights by two processes, under DDP and in `zero1`, `zero2`
-and `zero3`, with dropout and different data per process: four steps, a third of them with clipping. Losses, weights and
-buffers are DDP's, bit for bit. Some accumulate two batches per step. There `zero1` is DDP's bit for bit, and `zero2`
-and `zero3`, which sum in another order, are within 1e-5 of it, in double precision.
-
-The tests behind this page: `pip install -e ".[dev,zoo]"` and `pytest -m zoo`, or `python -m tests.zoo NAME` for one.
-Those of torch itself are part of every test run. `python -m tests.zoo --page` writes the page.
+Two ranks with different data have trained each of these architectures for four steps, from random weights and with
+dropout, under DDP and in every stage. Losses, weights and buffers are DDP's, bit for bit. In those that accumulate,
+`zero2` and `zero3` sum in another order, and are within 1e-5 of DDP in double precision. To repeat it:
+`pip install -e ".[dev,zoo]"` and `pytest -m zoo`.
 """
 
 
