@@ -1,6 +1,7 @@
 """One thread per process, imports paid once, no network interface but loopback, nothing left behind by a test.
 
-Every test gets the marker of its rung (``tests/helpers/rungs.py``). Those that measure seconds come last, each alone.
+What a test takes to run is its folder: ``unit`` this process alone, ``world`` forked ranks, ``script`` programs.
+Together they take six minutes with ``pytest -n 2``. ``thorough`` has the rest, see ``CONTRIBUTING.md``.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import importlib.util
 import os
 import pkgutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # Before torch is imported: worlds are forked from this process, and an OpenMP team does not survive a fork.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
@@ -48,7 +50,7 @@ from lightning.fabric.utilities import registry  # noqa: E402
 
 import lightning_zero  # noqa: E402
 from lightning_zero.comm.groups import RANKS_PER_HOST  # noqa: E402
-from tests.helpers import forking, rungs  # noqa: E402
+from tests.helpers import forking  # noqa: E402
 
 torch.set_num_threads(1)
 for _module in pkgutil.walk_packages(lightning_zero.__path__, "lightning_zero."):  # also those that are imported late
@@ -66,36 +68,36 @@ if not torch.accelerator.is_available():
             _kind._lazy_call = lambda *args, **kwargs: None  # type: ignore[attr-defined]
 
 
-# What has failed most often comes first: what every change can break, then ranks that die, wait or differ.
-_FIRST = (
-    "tests/test_architecture.py",
-    "tests/test_docs.py",
-    "tests/strategy/test_errors.py",
-    "tests/strategy/test_waiting.py",
-    "tests/strategy/test_launch.py",
-    "tests/strategy/test_leaks.py",
-    "tests/strategy/test_meta.py",
-    "tests/extensions/planner/",
-    "tests/extensions/monitors/",
-    "tests/strategy/test_fuzz.py",
-    "tests/chaos/",
-)
+_TESTS = Path(__file__).resolve().parent
 
 
-def _place(file: str) -> int:
-    """In the order of the run: those above in their order, then what is run together, then all others."""
-    first = next((place for place, name in enumerate(_FIRST) if file.startswith(name)), None)
-    return first if first is not None else len(_FIRST) + (file not in _TOGETHER)
+def _asked_for(config: pytest.Config) -> bool:
+    """Whether the command names the thorough tests: with a marker, or with a path among them."""
+    return bool(config.option.markexpr) or any("thorough" in argument for argument in config.args)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import what only ``-m thorough`` runs."""
+    return True if collection_path == _TESTS / "thorough" and not _asked_for(config) else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is applied
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    rung = {}
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what is thorough, leave out what was not asked for, and put tests that measure seconds last."""
+    ahead: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
     for item in items:
-        assert isinstance(item, pytest.Function)
-        rung[item] = rungs.rung_of(item)
-        item.add_marker(rung[item])
-    items.sort(key=lambda item: (rung[item] == "timing", _place(item.nodeid.partition("::")[0])))
+        rung = item.path.relative_to(_TESTS).parts[0]
+        if (rung == "thorough" or item.get_closest_marker("timing")) and not item.get_closest_marker("chaos"):
+            item.add_marker("thorough")
+        if item.get_closest_marker("chaos"):
+            asked = "chaos" in config.option.markexpr
+        else:
+            asked = rung == "thorough" or item.get_closest_marker("thorough") is None or bool(config.option.markexpr)
+        (ahead if asked else left_out).append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+    items[:] = sorted(ahead, key=lambda item: item.get_closest_marker("timing") is not None)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -110,13 +112,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 # What the tests of these files share takes long to make: with `pytest -n`, one worker makes it.
 _TOGETHER = (
-    "tests/checkpoint/test_export.py",
-    "tests/checkpoint/test_processes.py",
-    "tests/examples/test_language_model.py",
-    "tests/races/test_races.py",
-    "tests/strategy/test_elastic.py",
-    "tests/strategy/test_offload_limits.py",
-    "tests/strategy/test_portable.py",
+    "tests/world/checkpoint/test_export.py",
+    "tests/thorough/checkpoint/test_processes.py",
+    "tests/script/examples/test_language_model.py",
+    "tests/thorough/races/test_races.py",
+    "tests/world/strategy/test_elastic.py",
+    "tests/thorough/offload/test_offload_limits.py",
+    "tests/thorough/checkpoint/test_portable.py",
 )
 
 
@@ -152,12 +154,21 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _guard_of_pure(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.node.get_closest_marker("pure") is None:
-        yield
+def _guard_of_units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test in ``tests/unit`` can neither fork, nor start a program, nor open a process group."""
+    if _TESTS / "unit" not in request.path.parents:
         return
-    with rungs.forbid_processes():
-        yield
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise AssertionError("a test in tests/unit starts a process or opens a process group: move it")
+
+    for module, name in (
+        (os, "fork"),
+        (os, "posix_spawn"),
+        (subprocess, "Popen"),
+        (torch.distributed, "init_process_group"),
+    ):
+        monkeypatch.setattr(module, name, refuse, raising=False)
 
 
 @pytest.fixture(autouse=True)

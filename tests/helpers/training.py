@@ -182,7 +182,7 @@ class LightningCase(pl.LightningModule):
         if self.record.gradients:
             whole = _assembled(self.trainer.strategy.engine)
             self.record.gradients.append({name: whole[name] for name in self._names})
-        else:  # the public way, once; one by one it is the same, as tests/test_debug.py and tests/engine say
+        else:  # the public way, once; one by one it is the same, as tests/world/test_debug.py and tests/engine say
             with full_gradients(self):
                 whole = dict(self.named_parameters())
                 self.record.gradients.append({name: _dense(whole[name].grad) for name in self._names})

@@ -1,1 +1,0 @@
-"""Checkpoints: the format, the record, publishing, and what is made of damaged ones."""

@@ -1,0 +1,989 @@
+"""``lightning-zero plan``: whose model, which settings, what every stage takes, which one to choose."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from contextlib import redirect_stdout
+from dataclasses import asdict
+from io import StringIO
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from examples.language_model import ByteGPT
+from lightning_zero import ActivationPolicy, estimate_memory, measure_activations
+from lightning_zero.cli import main
+from lightning_zero.config import HostOffload, NvmeOffload, Offload, Placement
+from lightning_zero.extensions.planner.command import PlanCLI, Planner, tokens_for
+from tests.helpers.script import ROOT
+
+MODEL = "--model=examples.language_model.ByteGPT"
+SMALL = (MODEL, "--model.dim=32", "--model.layers=2")
+
+OWN = __name__
+
+
+def plan_cli(*arguments: str) -> Planner:
+    cli = PlanCLI(args=list(arguments), run=False, seed_everything_default=False, load_from_checkpoint_support=False)
+    return cli.planner
+
+
+def exits(code: int, *arguments: str) -> None:
+    """The command ends so."""
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", *arguments])
+    assert stopped.value.code == code
+
+
+# --------------------------------------------------------------------------------------------------------------- plan
+
+
+def test_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", *SMALL, "--world-size=4"])
+
+    printed = capsys.readouterr().out
+    assert "blocks" in printed
+    assert "bytes of one process" in printed
+    assert printed == plan_cli(*SMALL, "--world-size=4").describe() + "\n"
+
+
+@pytest.mark.parametrize("model", [MODEL, "--parameters=7.5B"])
+def test_plan_says_what_leaves_a_machine(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*([model] if isinstance(model, str) else model), "--trainer.devices=4", "--trainer.strategy=zero2"]
+    main(["plan", *arguments, "--trainer.num_nodes=3"])
+    assert "leaves a host in a step" in capsys.readouterr().out
+    main(["plan", *arguments, "--trainer.num_nodes=1"])
+    assert "leaves a host" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stage", "world_size"),
+    [
+        (["--world_size=8"], 3, 8),
+        (["--world-size=8", "--stage=2"], 2, 8),
+        (["--trainer.devices=4", "--trainer.num_nodes=3", "--trainer.strategy=zero1"], 1, 12),
+        (["--trainer.devices=[0,1,5]"], 3, 3),
+        (["--trainer.devices=4", "--world_size=5"], 3, 5),
+        (["--trainer.strategy=zero1", "--stage=3", "--world_size=2"], 3, 2),
+        (["--trainer.strategy=ddp", "--stage=2", "--world_size=2"], 2, 2),
+        ([f"--config={ROOT / 'configs' / 'zero1.yaml'}"], 1, 2),
+        ([f"--config={ROOT / 'configs' / 'zero2.yaml'}"], 2, 2),
+        ([f"--config={ROOT / 'configs' / 'zero3.yaml'}"], 3, 2),
+        ([f"--config={ROOT / 'configs' / 'zero2_offload.yaml'}"], 2, 2),
+    ],
+)
+def test_plan_takes_its_settings_from_the_trainer(arguments: list[str], stage: int, world_size: int) -> None:
+    plan = plan_cli(MODEL, *arguments).plan()
+
+    assert plan.placement == Placement.from_stage(stage)
+    assert plan.world_size == world_size
+
+
+def test_plan_takes_the_arguments_of_the_strategy() -> None:
+    """Buckets of 0.25 MiB of float32 hold 65,536 elements unless they are one larger parameter."""
+    strategy = ("--trainer.strategy=lightning_zero.ZeroStrategy", "--trainer.strategy.stage=2")
+
+    large = plan_cli(MODEL, "--world_size=2", *strategy).plan()
+    small = plan_cli(MODEL, "--world_size=2", *strategy, "--trainer.strategy.bucket_mib=0.25").plan()
+    override = plan_cli(MODEL, "--world_size=2", *strategy, "--bucket_mib=0.25").plan()
+
+    assert len(large.units) < 10
+    assert len(small.units) > 10
+    assert small.fingerprint() == override.fingerprint()
+
+
+def by_class(*arguments: str) -> list[str]:
+    """The strategy by its class, with ``offload`` settings."""
+    options = [f"--trainer.strategy.offload.{argument}" for argument in arguments]
+    return ["--trainer.strategy=lightning_zero.ZeroStrategy", "--trainer.strategy.stage=3", *options]
+
+
+HERE = NvmeOffload(path=".", parameters=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "offload"),
+    [
+        ([], None),
+        (["--offload=host", "--stage=2"], HostOffload()),
+        (["--offload=host"], HostOffload(parameters=True)),
+        (["--offload=nvme"], HERE),
+        (["--offload=nvme", "--stage=1"], NvmeOffload(path=".")),
+        (["--trainer.strategy=zero1_offload"], HostOffload()),
+        (["--trainer.strategy=zero2_offload"], HostOffload()),
+        (["--trainer.strategy=zero3_offload"], HostOffload(parameters=True)),
+        (["--trainer.strategy=zero3", "--trainer.strategy.offload=cpu"], HostOffload(parameters=True)),
+        (["--trainer.strategy=zero3_offload", "--offload=none"], None),
+        (["--trainer.strategy=zero3_offload", "--offload=nvme"], HERE),
+        (by_class(), None),
+        (by_class("parameters=true"), HostOffload(parameters=True)),
+        (by_class("path=/data", "buffer_mib=32"), NvmeOffload(path="/data", buffer_mib=32.0)),
+        # Of the kind that is configured already: its settings count.
+        ([*by_class("path=/data", "buffer_mib=32"), "--offload=nvme"], NvmeOffload(path="/data", buffer_mib=32.0)),
+        ([*by_class("path=/data", "buffer_mib=32"), "--offload=host"], HostOffload(parameters=True)),
+    ],
+)
+def test_plan_takes_what_is_offloaded(arguments: list[str], offload: Offload | None) -> None:
+    assert plan_cli(*SMALL, "--world_size=2", *arguments).plan().offload == offload
+
+
+@pytest.mark.parametrize(
+    ("name", "offload"),
+    [
+        ("zero1_offload", HostOffload()),
+        ("zero2_offload", HostOffload(threads=1, pin_mib=4096)),
+        ("zero3_offload", HostOffload(parameters=True)),
+        ("zero3_nvme", NvmeOffload(path="/var/tmp", parameters=True, buffer_mib=16.0)),
+    ],
+)
+def test_plan_of_a_configuration_with_offload(name: str, offload: Offload) -> None:
+    config = ROOT / "configs" / f"{name}.yaml"
+    plan = plan_cli(MODEL, f"--config={config}").plan()
+
+    assert plan.offload == offload
+    assert f"Offloaded to the {offload.tier.value}: optimizer" in plan.describe()
+
+
+@pytest.mark.parametrize(
+    ("precision", "stored", "computed"),
+    [
+        ("32-true", torch.float32, torch.float32),
+        ("bf16-true", torch.bfloat16, torch.bfloat16),
+        ("bf16-mixed", torch.float32, torch.bfloat16),
+        ("16-mixed", torch.float32, torch.float16),
+        ("64", torch.float64, torch.float64),
+    ],
+)
+def test_plan_follows_the_precision(precision: str, stored: torch.dtype, computed: torch.dtype) -> None:
+    plan = plan_cli(*SMALL, "--world_size=2", f"--trainer.precision={precision}").plan()
+
+    layouts = [layout for unit in plan.units for layout in unit.layouts]
+    assert {layout.dtype for layout in layouts} == {stored}
+    assert {layout.compute_dtype for layout in layouts} == {computed}
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_plan_of_a_model_larger_than_any_memory() -> None:
+    cli = plan_cli(MODEL, "--model.dim=65536", "--model.layers=20", "--model.heads=512", "--world_size=1024")
+    plan = cli.plan()
+
+    assert all(parameter.is_meta for parameter in cli.model.parameters())
+    # 12 dim^2 per block in its four matrices alone
+    assert plan.numel > 20 * 12 * 65536**2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--stage=3"], r"--world-size is needed: trainer\.devices is 'auto'"),
+        (["--trainer.devices=-1"], r"--world-size is needed: trainer\.devices is -1"),
+        (["--trainer.strategy=ddp", "--world_size=2"], r"trainer\.strategy is 'ddp', which has no ZeRO stage: give"),
+        (["--world_size=2", "--units=[Missing]"], "Missing"),
+        (
+            ["--world_size=2", "--trainer.strategy=zero3_offload", "--stage=2"],
+            r"HostOffload\.parameters is for stage 3 only",
+        ),
+        (["--world_size=2", "--trainer.precision=transformer-engine"], "got precision='transformer-engine'"),
+    ],
+)
+def test_what_is_wrong_with_a_plan_is_said_in_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    exits(2, *SMALL, *arguments)
+    assert re.match(f"lightning-zero plan: error: .*{message}", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--world_size=2", "--stage=4"], "stage"),
+        (["--world_size=0"], "world_size"),
+        (["--world_size=2", "--nonsense=1"], "nonsense"),
+        (["--world_size=2", "--offload=cloud"], "offload"),
+    ],
+)
+def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    exits(2, *SMALL, *arguments)
+    assert message in capsys.readouterr().err.partition("error:")[2]
+
+
+def test_plan_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    exits(2, "--world_size=2")
+    assert "model" in capsys.readouterr().err.partition("error:")[2]
+
+
+# ----------------------------------------------------------------------------------------------- configurations of runs
+
+
+@pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_example_s_configuration_is_planned_as_it_is(config: Path) -> None:
+    """With its ``data`` block, of a class that only the script knows."""
+    model = "examples.fine_tune.FineTunedGPT" if config.stem == "fine_tune" else "examples.language_model.ByteGPT"
+    cli = plan_cli(f"--model={model}", f"--config={config}")
+
+    assert cli.plan().world_size == 2
+    assert cli.optimizer.name == "AdamW"
+    assert "at peak" in cli.describe()
+
+
+RUN = """
+seed_everything: 7
+trainer:
+  strategy: zero2
+  devices: 4
+  precision: bf16-mixed
+model:
+  class_path: lightning.pytorch.demos.boring_classes.BoringModel
+data:
+  class_path: nowhere.to.be.Found
+  init_args: {anything: [1, 2]}
+optimizer:
+  class_path: torch.optim.SGD
+  init_args: {lr: 0.1, momentum: 0.9}
+ckpt_path: null
+"""
+
+
+def test_the_model_and_the_optimizer_of_a_configuration(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(RUN)
+    cli = plan_cli(f"--config={tmp_path / 'run.yaml'}")
+
+    assert (cli.plan().world_size, cli.plan().placement) == (4, Placement.from_stage(2))
+    assert (cli.optimizer.name, cli.optimizer.state) == ("SGD", 1)
+    assert cli.estimate().numel == 32 * 2 + 2
+
+
+OF_A_SCRIPT = """
+trainer:
+  devices: 2
+model:
+  dim: 32
+  layers: 1
+"""
+
+
+def test_the_model_s_class_comes_before_the_configuration(tmp_path: Path) -> None:
+    """That of a script which fixes the class has nothing but its arguments."""
+    (tmp_path / "run.yaml").write_text(OF_A_SCRIPT)
+    cli = plan_cli(MODEL, f"--config={tmp_path / 'run.yaml'}", "--model.layers=2")
+
+    assert cli.plan().numel == plan_cli(*SMALL, "--world-size=2").plan().numel
+
+
+def test_the_last_class_wins(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(RUN)
+
+    assert plan_cli(f"--config={tmp_path / 'run.yaml'}", *SMALL).estimate().numel > 10_000
+    assert plan_cli("--model", MODEL.partition("=")[2], f"--config={tmp_path / 'run.yaml'}").estimate().numel == 66
+
+
+def test_a_class_that_is_not_said_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.yaml").write_text(OF_A_SCRIPT)
+    with pytest.raises(SystemExit):
+        plan_cli(f"--config={tmp_path / 'run.yaml'}")
+
+    assert 'Parser key "model"' in capsys.readouterr().err
+
+
+class Adam(torch.optim.Optimizer):
+    """Not torch's."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+
+def test_an_optimizer_is_known_by_its_class_and_not_by_its_name() -> None:
+    own, torch_s = (
+        plan_cli(*SMALL, "--world-size=2", f"--optimizer={path}").optimizer
+        for path in (f"{OWN}.Adam", "torch.optim.Adam")
+    )
+    assert (own.name, own.whole) == ("Adam", True)
+    assert (torch_s.name, torch_s.whole) == ("Adam", False)
+
+
+class Sized(BoringModel):
+    """Asks its Trainer when it is built."""
+
+    def configure_model(self) -> None:
+        self.layer = nn.Linear(10 * self.trainer.world_size, 2, bias=False)
+
+
+class Lazy(BoringModel):
+    """Has a parameter without a shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LazyLinear(2)
+
+
+def test_a_model_that_asks_for_the_world_is_answered() -> None:
+    assert plan_cli(f"--model={OWN}.Sized", "--world-size=3").estimate().numel == 60
+
+
+def test_a_model_without_shapes_is_refused_in_one_line() -> None:
+    with pytest.raises(ValueError, match="uninitialized parameter"):
+        plan_cli(f"--model={OWN}.Lazy", "--world-size=3")
+
+
+class Scheduled(BoringModel):
+    """Asks its Trainer for something."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0 / getattr(self.trainer, self.what), momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "state"), [("estimated_stepping_batches", "SGD", 1), ("something_of_a_run", "AdamW", 2)]
+)
+def test_the_optimizer_is_the_one_that_the_model_makes(what: str, name: str, state: int) -> None:
+    """Unless it needs a run for that."""
+    cli = plan_cli(f"--model={OWN}.Scheduled", f"--model.what={what}", "--world-size=2")
+
+    assert (cli.optimizer.name, cli.optimizer.state) == (name, state)
+    assert ("AdamW is assumed" in cli.describe()) == (name == "AdamW")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (("devices: 4", "devices: 4\n  max_stepps: 3"), "max_stepps"),
+        (("seed_everything", "seed_everythin"), "seed_everythin"),
+        (("BoringModel", "BoringModel\n  init_args: {widht: 3}"), "widht"),
+        (("init_args: {lr: 0.1", "init_args: {lrr: 0.1"), "lrr"),
+    ],
+)
+def test_a_wrong_key_of_a_configuration_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: tuple[str, str], named: str
+) -> None:
+    (tmp_path / "run.yaml").write_text(RUN.replace(*change))
+    with pytest.raises(SystemExit):
+        plan_cli(f"--config={tmp_path / 'run.yaml'}")
+
+    assert f"'{named}" in capsys.readouterr().err.partition("error:")[2]
+
+
+def test_the_precision_may_be_a_plugin(tmp_path: Path) -> None:
+    plugin = """
+  plugins:
+    class_path: lightning_zero.ZeroPrecision
+    init_args: {precision: bf16-mixed, reduce_dtype: bfloat16}"""
+    (tmp_path / "run.yaml").write_text(RUN.replace("\n  precision: bf16-mixed", plugin))
+    layouts = [layout for unit in plan_cli(f"--config={tmp_path / 'run.yaml'}").plan().units for layout in unit.layouts]
+
+    assert {(layout.compute_dtype, layout.reduce_dtype) for layout in layouts} == {(torch.bfloat16, torch.bfloat16)}
+
+
+# ------------------------------------------------------------------------------------------------ stages, and which one
+
+
+def test_a_number_of_parameters_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    known = ["--device-memory=40GB", "--activations=1GB"]
+    main(["plan", "--parameters=7.5B", "--world-size=64", "--trainer.precision=16-mixed", *known])
+
+    printed = capsys.readouterr().out
+    assert printed.startswith("7,500,000,000 parameters, AdamW, 16-mixed, 64 processes\n")
+    assert "Recommended: zero2. zero2 needs " in printed
+    assert "none needs 150 GB on the device; zero1 needs 46.9 GB on the device" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "recommended"),
+    [
+        (["--device-memory=1GB", "--activations=1MB"], "none"),
+        (["--device-memory=1GB", "--activations=800MB"], "zero1"),
+        (["--device-memory=120MB", "--activations=1kB"], "zero3"),
+        (["--device-memory=75MB", "--activations=1kB"], "zero3_offload"),
+        (["--device-memory=75MB", "--host-memory=1MB", "--activations=1kB"], "nothing"),
+        (["--device-memory=75MB", "--host-memory=1MB"], "nothing"),
+    ],
+)
+def test_the_stage_that_fits_is_recommended(arguments: list[str], recommended: str) -> None:
+    text = plan_cli(MODEL, "--model.dim=512", "--world-size=8", *arguments).describe()
+
+    assert f"\n\nRecommended: {recommended}. " in text
+    assert ("zero3_offload" in text.partition("Recommended")[0]) == (recommended in ("zero3_offload", "nothing"))
+
+
+def of_70b(*arguments: str) -> str:
+    """What a user reads at the end."""
+    with redirect_stdout(StringIO()) as printed:
+        main(["plan", "--parameters=70B", "--trainer.precision=bf16-mixed", "--activations=1kB", *arguments])
+    return printed.getvalue()
+
+
+def test_host_memory_of_a_machine_is_shown_and_respected() -> None:
+    """18 bytes for each of 70 billion parameters, wherever they are."""
+    table, _, advice = of_70b("--world-size=8", "--device-memory=80GB").partition("Recommended: ")
+    assert re.search(r"^host memory of a machine, 8 ranks .* 1\.26 TB$", table, re.MULTILINE)
+    assert advice.startswith("zero3_offload. ")
+    assert "Its 8 ranks take 1.26 TB of host memory on each machine; how much there is was not said." in advice
+    four = ["--trainer.devices=8", "--trainer.num_nodes=4", "--device-memory=40GB"]
+    assert "Its 8 ranks take 315 GB of host memory on each machine; there are 512 GB." in of_70b(
+        *four, "--host-memory=512GB"
+    )
+    short = of_70b(*four, "--host-memory=256GB")
+    assert "Recommended: nothing." in short
+    assert "zero3 needs 43.8 GB on the device" in short
+    assert "zero3_offload needs 315 GB of host memory for 8 ranks of a machine, which has 256 GB" in short
+
+
+def test_ranks_on_cpus_share_the_memory_of_a_machine() -> None:
+    arguments = ["--parameters=1B", "--world-size=4", "--trainer.accelerator=cpu", "--activations=1kB"]
+    assert "Recommended: none. " in plan_cli(*arguments, "--host-memory=65GB").describe()
+    assert "Recommended: zero1. " in plan_cli(*arguments, "--host-memory=41GB").describe()
+
+
+TWO_BY_TWO = ["--parameters=1B", "--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.num_nodes=2"]
+ROUNDED = ["--trainer.strategy.compression.weights=int8", "--trainer.strategy.compression.gradients=int8"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said", "leaving"),
+    [
+        (["zero3"], "", 6.0),
+        (["zero3", *ROUNDED], ", Compression(weights='int8', gradients='int8', error_feedback=False)", 3 * 1.0625 / 2),
+        (["zero3", "--trainer.strategy.secondary_shards=true"], ", secondary shards", 4.0),
+        (
+            ["zero3", "--trainer.strategy.secondary_shards=true", *ROUNDED],
+            ", secondary shards, Compression(weights='int8', gradients='int8', error_feedback=False)",
+            1.0625,
+        ),
+        (["zero3", "--trainer.strategy.shard_within=node"], ", shard groups of 2", 4.0),
+        (["zero1", "--trainer.strategy.shard_within=2", ROUNDED[1]], ", shard groups of 2, Compression(", 1.0625),
+        (["lightning_zero.ZeroStrategy", "--trainer.strategy.stage=2", ROUNDED[1]], ", Compression(", 2 + 1.0625 / 2),
+    ],
+)
+def test_the_configured_exchange_between_machines_is_counted(strategy: list[str], said: str, leaving: float) -> None:
+    """Bytes of a parameter, of which 10^9: 4 of weights and 4 of gradients, half of which leaves either machine."""
+    cli = plan_cli(*TWO_BY_TWO, f"--trainer.strategy={strategy[0]}", *strategy[1:])
+    printed = cli.describe()
+    assert f"1,000,000,000 parameters, AdamW, 32-true, 4 processes{said}" in printed
+    stage = strategy[0] if strategy[0] in ("zero1", "zero3") else "zero2"
+    rows = {row[0]: row[1:] for row in (re.split("  +", line) for line in printed.splitlines())}
+    cells = dict(zip(rows["bytes of one process"], rows["leaves a host in a step"], strict=True))
+    assert cells[stage] == f"{leaving:.2f} GB".replace(".00", "")
+    kept = dict(zip(rows["bytes of one process"], rows.get("weights to compute with", ()), strict=False))
+    assert kept.get("zero3") == ("2 GB" if "secondary" in said else None)
+
+
+def test_the_configured_exchange_of_a_configuration(tmp_path: Path) -> None:
+    """The plan's memory and the way are those of the strategy; what a strategy refuses is said in one line."""
+    config = tmp_path / "run.yaml"
+    strategy = {"class_path": "lightning_zero.ZeroStrategy", "init_args": {"stage": 3, "secondary_shards": True}}
+    trainer = {"accelerator": "cpu", "devices": 2, "num_nodes": 2, "strategy": strategy}
+    config.write_text(json.dumps({"trainer": trainer}))
+    cli = plan_cli(*SMALL, "--model.layers=6", f"--config={config}")
+    plan = cli.plan()
+    assert plan.placement.keeping == 2
+    kept = sum(layout.numel for layout in plan.layouts) * 4 // 2
+    assert cli.estimate().stages["zero3"].rest.weights == plan.expected_memory().weights == kept
+    leaving = cli.estimate().leaving_nbytes("zero3")
+    assert cli.estimate().leaving_nbytes("zero3", rounded="int8") < leaving
+    assert leaving < plan_cli(*SMALL, "--model.layers=6", *TWO_BY_TWO[1:]).estimate().leaving_nbytes("zero3")
+    report = cli.numbers()
+    assert report["estimate"]["keeping"] == 2
+    fed = ["--trainer.strategy.init_args.compression.gradients=int4"]
+    fed.append("--trainer.strategy.init_args.compression.error_feedback=true")
+    cli = plan_cli(*SMALL, "--model.layers=6", f"--config={config}", *fed)
+    more = cli.plan().expected_memory().transport - plan.expected_memory().transport
+    assert cli.estimate().stages["zero3"].rest.transport == more == kept  # and no receive buffer
+    for wrong, message in (
+        (["--stage=2"], "secondary_shards is for stage 3"),
+        (["--trainer.strategy.init_args.shard_within=2"], "leave secondary_shards out"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan_cli(*SMALL, f"--config={config}", *wrong).describe()
+    with pytest.raises(ValueError, match=r"Compression\.weights='int8' is for stage 3, and for mixed precision"):
+        plan_cli(*SMALL, *TWO_BY_TWO[1:], "--trainer.strategy=zero1", *ROUNDED).describe()
+    assert plan_cli(
+        *SMALL, *TWO_BY_TWO[1:], "--trainer.strategy=zero1", *ROUNDED, "--trainer.precision=bf16-mixed"
+    ).plan()
+    with pytest.raises(ValueError, match="cannot be split into groups of 3"):
+        plan_cli(*TWO_BY_TWO, "--trainer.strategy=zero3", "--trainer.strategy.shard_within=3")
+
+
+def test_a_configured_number_of_ranks_is_a_way_of_its_own() -> None:
+    arguments = ["--trainer.strategy=zero3", "--trainer.strategy.shard_within=4", "--trainer.num_nodes=4"]
+    names = [str(way) for way in plan_cli(*TWO_BY_TWO, *arguments).ways()]
+    assert "zero3 with shard_within=4" in names
+    assert 'zero3 with shard_within="node"' in names
+
+
+@pytest.mark.parametrize("option", ["--host-memory=1TB", "--activations=1GB"])
+def test_sizes_that_nothing_is_compared_with_are_refused(option: str) -> None:
+    with pytest.raises(ValueError, match="need --device-memory beside them"):
+        plan_cli("--parameters=1B", "--world-size=4", option).describe()
+
+
+def test_one_unit_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    """That of papers and data sheets."""
+    model = [MODEL, "--model.dim=1024", "--world-size=2", "--trainer.num_nodes=2"]
+    main(["plan", *model, "--device-memory=24GiB"])
+    printed = capsys.readouterr().out
+    assert set(re.findall(r"\d (\w*B)\b", printed)) >= {"MB", "GB"}
+    assert not re.findall(r"[KMGT]iB", printed)
+    peak = re.search(r"^total without activations .*  (.+)$", printed, re.MULTILINE)
+    stages = re.search(r"^at peak, without activations .*", printed, re.MULTILINE)
+    assert re.split("  +", stages[0])[4] == peak[1]
+
+
+def test_steps_on_accelerators_take_more() -> None:
+    """Which a Trainer's ``accelerator`` says: "auto" stands for one, as a plan is made for another machine."""
+    loop, foreach = (
+        plan_cli(MODEL, "--model.dim=512", "--world-size=2", f"--trainer.accelerator={name}")
+        .estimate()
+        .stages["zero1"]
+        .peak.total
+        for name in ("cpu", "auto")
+    )
+    assert loop < foreach
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device-memory=80XB", "--parameters=1B"], "--device-memory: a size in bytes"),
+        (["--activations=-3", "--parameters=1B"], "--activations: a size in bytes"),
+        (["--device-memory=80", "--parameters=1B"], r"--device-memory: 80 would be so many bytes. Did you mean 80GB\?"),
+        (["--lora=8", "--parameters=1B"], "--lora needs the model"),
+        (["--lora-targets=q_proj", f"--hf-config={ROOT}/missing"], "neither. Nothing is downloaded"),
+        (["--parameters=many"], "written as 7.5B"),
+        (["--parameters=1B", "--trainer.num_nodes=4"], "divides the 2 ranks, got 4"),
+        (["--hf-config=missing"], "neither. Nothing is downloaded"),
+    ],
+)
+def test_what_is_wrong_with_the_machine_or_the_model_is_said_in_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    exits(2, "--world-size=2", *arguments)
+    assert re.match(f"lightning-zero plan: error: .*{message}", capsys.readouterr().err)
+
+
+def test_one_model_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    exits(2, "--world-size=2", "--parameters=1B", *SMALL)
+    assert "not model and parameters" in capsys.readouterr().err.partition("error:")[2]
+
+
+# --------------------------------------------------------------------------------------------------------- Hugging Face
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "tie_word_embeddings": False,
+}
+# Embedding and head, and a norm; in each layer queries and outputs, keys and values, three matrices, two norms.
+LLAMA_NUMEL = 2 * 1000 * 256 + 256 + 4 * (2 * 256**2 + 2 * 256 * 64 + 3 * 256 * 688 + 2 * 256)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return tmp_path
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+def test_a_real_hugging_face_configuration(llama: Path) -> None:
+    cli = plan_cli(f"--hf-config={llama}", "--world-size=8", "--trainer.precision=bf16-mixed")
+
+    assert cli.plan().numel == LLAMA_NUMEL
+    assert sum("layers" in unit.name for unit in cli.plan().units) == 4
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize(
+    ("options", "rank", "targets"),
+    [
+        (["--lora=8"], 8, None),
+        (["--lora=4", "--lora-targets=q_proj,o_proj"], 4, ["q_proj", "o_proj"]),
+        (["--lora=4", "--lora-targets=all-linear"], 4, "all-linear"),
+    ],
+)
+def test_lora_is_that_of_peft_to_the_byte(
+    llama: Path, precision: str, options: list[str], rank: int, targets: Any
+) -> None:
+    import peft
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    planner = plan_cli(f"--hf-config={llama}", "--world-size=4", f"--trainer.precision={precision}", *options)
+    with torch.device("meta"):
+        config = peft.LoraConfig(r=rank, target_modules=targets)
+        model = peft.get_peft_model(AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA)), config)
+    mixed = precision == "bf16-mixed"
+    model = model if mixed else model.to(torch.bfloat16)
+    real = estimate_memory(model, world_size=4, accelerator=True, param_dtype=torch.bfloat16 if mixed else None)
+
+    found = planner.estimate()
+    assert found == real
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert 0 < trained < LLAMA_NUMEL / 10
+    assert found.stages["none"].rest.optimizer == 2 * trained * (4 if mixed else 2)
+    assert f"LoRA of rank {rank}: {trained:,} parameters are trained, the others are frozen." in planner.describe()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+def test_lora_in_a_lightning_module() -> None:
+    planner = plan_cli(*SMALL, "--world-size=2", "--lora=2", "--lora-targets=query_key_value")
+    trained = {name: tuple(p.shape) for name, p in planner.model.named_parameters() if p.requires_grad}
+    assert set(trained.values()) == {(2, 32), (96, 2)}
+    assert len(trained) == 4
+    with pytest.raises(ValueError, match=r"--lora: .* Name modules of the model with --lora-targets q_proj,v_proj"):
+        plan_cli(*SMALL, "--world-size=2", "--lora=2", "--lora-targets=nowhere")
+
+
+def library(built: list[Any]) -> ModuleType:
+    """As much of transformers as is used."""
+
+    class AutoConfig:
+        @staticmethod
+        def for_model(model_type: str, **settings: Any) -> dict[str, Any]:
+            if model_type != "llama":
+                raise ValueError(f"Unrecognized model identifier: {model_type}.\nMore lines.")
+            return settings
+
+    class LlamaForCausalLM(nn.Module):
+        def __init__(self, config: dict[str, Any]) -> None:
+            super().__init__()
+            built.append(config)
+            layer = [nn.Linear(config["hidden_size"], config["hidden_size"]) for _ in range(4)]
+            self.layers = nn.ModuleList(layer)
+
+    class AutoModelForCausalLM:
+        from_config = LlamaForCausalLM
+
+    module = ModuleType("transformers")
+    vars(module).update(
+        AutoConfig=AutoConfig, LlamaForCausalLM=LlamaForCausalLM, AutoModelForCausalLM=AutoModelForCausalLM
+    )
+    return module
+
+
+@pytest.mark.parametrize("architectures", [["LlamaForCausalLM"], ["Unheard"], None])
+def test_hugging_face_models_are_built_on_the_meta_device(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, architectures: list[str] | None
+) -> None:
+    built: list[Any] = []
+    monkeypatch.setitem(sys.modules, "transformers", library(built))
+    (llama / "config.json").write_text(json.dumps({**LLAMA, "architectures": architectures}))
+    cli = plan_cli(f"--hf-config={llama / 'config.json'}", "--world-size=2")
+
+    assert cli.model is not None
+    assert all(parameter.is_meta for parameter in cli.model.parameters())
+    assert cli.plan().numel == 4 * (256**2 + 256)
+    assert built[0]["num_hidden_layers"] == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "has no 'model_type'"),
+        ('{"model_type": "unheard"}', "ValueError: Unrecognized model identifier: unheard.$"),
+    ],
+)
+def test_what_is_wrong_with_a_hugging_face_configuration(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, content: str, message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", library([]))
+    (llama / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        plan_cli(f"--hf-config={llama}", "--world-size=2")
+
+
+def test_without_transformers_the_error_says_what_to_install(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    exits(1, f"--hf-config={llama}", "--world-size=2")
+    assert "pip install transformers" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------------- links
+
+FOUR_MACHINES = ["--trainer.devices=8", "--trainer.num_nodes=4", "--trainer.accumulate_grad_batches=4"]
+LINKS = ["--link-between=100Gbit/s", "--link-within=300GB/s"]
+
+
+def test_seconds_on_links_are_shown_for_each_way() -> None:
+    """In zero1 rings carry 4 + 2 bytes of a parameter once; with shards of a machine 8 * 3 / 4 bytes leave it."""
+    printed = of_70b(*FOUR_MACHINES, *LINKS, "--device-memory=192GB")
+    assert ", bf16-mixed, 32 processes, 4 micro-steps in a step\n" in printed
+    rows = {row[0]: row[1:] for row in (re.split("  +", line) for line in printed.splitlines()) if len(row) == 7}
+    leaving = 6 * 70e9 * 31 / 32
+    assert rows["zero1"][1] == f"{leaving / 12.5e9:.3f} s"
+    assert rows["zero1"][3] == f"{leaving * 7 / 8 / 300e9:.3f} s"
+    assert rows['zero2 with shard_within="node"'][:2] == ["420 GB", "33.600 s"]
+    assert rows["zero1"][5] == "no"
+    assert rows['zero2 with shard_within="node"'][5] == "no"
+    # (4 * 4 + 2) bytes in zero2, (4 + 2 * 2) * 4 in zero3.
+    assert rows["zero2"][:2] == ["1.22 TB", f"{18 * 70e9 * 31 / 32 / 12.5e9:.3f} s"]
+    assert 'Fastest by the links: zero3 with shard_within="node", 33.600 s between hosts and ' in printed
+    assert "zero3 takes least memory: 173.600 s between hosts" in printed
+    assert "what overlaps with computation is not subtracted" in printed
+    # In two hops: 4 * 4 bytes of gradients, and 2 of weights, which are kept.
+    assert rows["zero3 with secondary_shards"][0] == f"{18 * 70 * 3 // 4} GB"
+    assert "_offload" not in printed
+
+
+def test_all_tables_are_of_a_step_with_all_its_micro_steps() -> None:
+    """``zero3`` reduces in each of them."""
+    arguments = [*SMALL, "--trainer.devices=8", "--trainer.accumulate_grad_batches=4"]
+    cli = plan_cli(*arguments)
+    must = cli.plan().expected_traffic(micro_steps=4)
+    assert must.reduce_scatter.nbytes == 4 * cli.plan().expected_traffic().reduce_scatter.nbytes
+    assert cli.estimate().stages["zero3"].traffic == must
+    assert re.search(
+        rf"^reduce-scatter +{must.reduce_scatter.calls} +{must.reduce_scatter.numel:,} ", cli.describe(), re.M
+    )
+    assert cli.numbers()["plan"]["traffic"] == asdict(must) | {"world_size": 8, "group_size": 8}
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "gpu"])
+def test_rounding_is_shown(accelerator: str) -> None:
+    printed = plan_cli(*SMALL, *FOUR_MACHINES, *LINKS, f"--trainer.accelerator={accelerator}").describe()
+    for kind in ("bfloat16", "int8", "int4"):
+        assert re.search(rf"^zero3 in {kind} ", printed, re.MULTILINE)
+    assert "With Compression, which rounds: " in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--link-between=10Gb", "--link-within=10G"], "--link-within: a speed like"),
+        (["--link-between=10GiB/s", "--trainer.num_nodes=2"], "--link-between: a speed like '10Gbit/s'"),
+        (["--link-within=fast"], "--link-within: a speed like '10Gbit/s'"),
+        (["--link-between=10Gbit"], "between machines, and there is one: give --trainer.num_nodes"),
+    ],
+)
+def test_what_is_wrong_with_a_link_is_said_in_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    exits(2, "--world-size=2", "--parameters=1B", *arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_one_machine_has_links_within(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "--world-size=8", "--parameters=1B", "--link-within=100GB/s"])
+    printed = capsys.readouterr().out
+    assert re.search(r"^zero1 +0 B +- +7 GB +0\.070 s ", printed, re.MULTILINE)
+    assert "shard_within" not in printed
+
+
+# --------------------------------------------------------------------------------------------------------------- JSON
+
+
+def test_the_report_is_one_json_object() -> None:
+    arguments = ["--json", "--device-memory=80GB", "--host-memory=1TB", "--trainer.devices=8", "--trainer.num_nodes=4"]
+    report = json.loads(of_70b(*arguments, *LINKS))
+    assert set(report) == {"plan", "estimate", "activations", "recommended", "ways", "fastest"}
+    assert report["plan"] is None
+    estimate = report["estimate"]
+    assert (estimate["numel"], estimate["world_size"], estimate["hosts"]) == (70 * 10**9, 32, 4)
+    assert estimate["stages"]["zero3"]["rest"]["optimizer"] == 8 * 70 * 10**9 // 32
+    assert estimate["optimizer"]["name"] == "AdamW"
+    assert report["recommended"]["name"] == report["recommended"]["fits"][0] == "zero3"
+    ways = {(way["stage"], way["shard_within"], way["compression"]): way for way in report["ways"]}
+    assert ways["zero3_offload", None, None]["host_nbytes"] == 18 * 70 * 10**9 // 4
+    assert ways["zero3", "node", None]["between_nbytes"] == 420 * 10**9
+    assert ways["zero3", "node", None]["between_seconds"] == pytest.approx(33.6)
+    assert not ways["zero3", "node", None]["fits"]
+    assert report["fastest"] == ways["zero3", None, None]
+
+
+def test_the_report_of_a_model_has_its_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", *SMALL, "--world-size=4", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    cli = plan_cli(*SMALL, "--world-size=4")
+    assert [unit["name"] for unit in report["plan"]["units"]] == [unit.name for unit in cli.plan().units]
+    assert sum(unit["numel"] for unit in report["plan"]["units"]) == report["estimate"]["numel"]
+    assert report["plan"]["traffic"]["all_gather"]["nbytes"] == cli.plan().expected_traffic().all_gather.nbytes
+    for name, stage in cli.estimate().stages.items():
+        found = report["estimate"]["stages"][name]
+        assert sum(found["peak"].values()) == stage.peak.total
+    assert report["recommended"] is None
+
+
+def test_nothing_fits_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    memory = ["--device-memory=1GB", "--host-memory=1GB"]
+    main(["plan", "--parameters=7B", "--world-size=2", "--json", *memory])
+    report = json.loads(capsys.readouterr().out)
+    assert (report["recommended"]["name"], report["recommended"]["fits"]) == (None, [])
+
+
+# -------------------------------------------------------------------------------------------------------- activations
+
+
+class Words(LightningDataModule):
+    """Asks its Trainer for something."""
+
+    def __init__(self, batch_size: int = 2, length: int = 17) -> None:
+        super().__init__()
+        self.batch_size, self.length = batch_size, length
+
+    def setup(self, stage: str) -> None:
+        self.data = torch.zeros(64, self.length * self.trainer.world_size, dtype=torch.uint8)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(self.data, self.batch_size)  # type: ignore[arg-type]
+
+
+class Curious(BoringModel):
+    """Looks at values."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if batch.sum().item() else None
+
+
+MEASURED = ["--activations=measured", "--world-size=2", "--trainer.accelerator=cpu"]
+WORDS = f"--data={OWN}.Words"
+
+
+def batch_of(size: int) -> Tensor:
+    return torch.empty(size, 2 * 17, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("settings", [{}, {"activations.checkpointing": "[Block]"}])
+def test_activations_are_those_of_the_first_batch(settings: dict[str, str]) -> None:
+    strategy = ["--trainer.strategy=lightning_zero.ZeroStrategy", "--trainer.strategy.stage=3"]
+    strategy += [f"--trainer.strategy.{name}={value}" for name, value in settings.items()]
+    arguments = [*SMALL, *MEASURED, WORDS, "--data.batch_size=4", *strategy, "--trainer.precision=bf16-mixed"]
+    cli = plan_cli(*arguments)
+    policy = ActivationPolicy(checkpointing=["Block"]) if settings else None
+    found = measure_activations(ByteGPT(32, 2), batch_of(4), param_dtype=torch.bfloat16, policy=policy)
+
+    assert cli.measured == found
+    for stage in cli.estimate().stages.values():
+        assert stage.peak.activations == found.total
+    assert re.search(r"^\+ activations +\d", cli.describe(), re.MULTILINE)
+    assert re.search(r"^at peak  ", cli.describe(), re.MULTILINE)
+    assert cli.numbers()["activations"] == asdict(found)
+
+
+def test_a_configuration_that_has_arguments_of_the_data_alone(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(OF_A_SCRIPT + "data:\n  batch_size: 8\n")
+    cli = plan_cli(MODEL, f"--config={tmp_path / 'run.yaml'}", WORDS, *MEASURED)
+    assert cli.measured == measure_activations(ByteGPT(32, 1), batch_of(8))
+
+
+def test_activations_decide_what_fits() -> None:
+    known = plan_cli(
+        *SMALL, *MEASURED, WORDS, "--data.batch_size=64", "--trainer.accelerator=gpu", "--device-memory=1GB"
+    )
+    peak = known.estimate().stages["none"].peak.total
+    cli = plan_cli(*SMALL, "--world-size=2", f"--device-memory={peak - 1}")
+    advice = cli.estimate().recommend(**cli.memory)
+    assert (advice.name, advice.fits[0]) == (None, "none")
+    assert "Recommended: nothing. Activations are not counted. Of " in cli.describe()
+    assert cli.describe().endswith(" Give --activations measured, or a size such as --activations 20GB.")
+    assert known.estimate().recommend(peak).name == "none"
+    assert known.estimate().recommend(peak - 1).name != "none"
+    assert "for activations" not in known.describe()
+
+
+def test_a_model_s_own_data_and_what_cannot_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    boring = "--model=lightning.pytorch.demos.boring_classes.BoringModel"
+    assert plan_cli(boring, *MEASURED).measured == measure_activations(BoringModel(), torch.empty(1, 32))
+    main(["plan", f"--model={OWN}.Curious", *MEASURED])
+    printed = capsys.readouterr().out
+    assert re.search(r"^Activations of Curious are not known: .* asks for values \(test_command.py", printed, re.M)
+    assert "at peak, without activations" in printed
+    unknown = plan_cli(f"--model={OWN}.Curious", *MEASURED).numbers()["activations"]
+    assert "not known" in unknown["unknown"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*SMALL], "ByteGPT has no first batch"),
+        ([*SMALL, "--data=nowhere.Found"], "no first batch: .*nowhere"),
+        ([*SMALL, WORDS, "--data.batch_size=0"], "Words has no first batch: ValueError: batch_size should be"),
+        (["--parameters=1B"], "measured needs --hf-config, --batch-size and --sequence-length"),
+    ],
+)
+def test_without_a_batch_nothing_is_measured(arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_cli(*arguments, *MEASURED)
+
+
+def test_activations_of_a_hugging_face_model(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Model(nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(1000, 256), nn.Linear(256, 1000)
+
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+            logits = self.head(self.embedding(input_ids))
+            assert labels is not None
+            return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+    module = library([])
+    vars(module)["LlamaForCausalLM"] = type("LlamaForCausalLM", (Model,), {})
+    monkeypatch.setitem(sys.modules, "transformers", module)
+    cli = plan_cli(f"--hf-config={llama}", *MEASURED, "--batch-size=3", "--sequence-length=64")
+    tokens = torch.empty(3, 64, dtype=torch.int64)
+    assert cli.measured == measure_activations(Model(None), {"input_ids": tokens, "labels": tokens})
+    assert cli.measured.saved > 3 * 64 * (256 + 1000) * 4
+    with pytest.raises(ValueError, match="Linear takes no tokens"):
+        tokens_for(nn.Linear(1, 1), 3, 64)
+
+
+# ------------------------------------------------------------------------------------------------------------ picture
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_picture_has_a_bar_for_each_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", *SMALL, *MEASURED, WORDS, "--host-memory=3GB", f"--plot={tmp_path / 'plan.svg'}"])
+    drawn = (tmp_path / "plan.svg").read_text()
+    assert drawn.startswith("<?xml")
+    # Text is drawn as paths, and stands beside them as a comment.
+    for text in (
+        "none",
+        "zero1",
+        "optimizer state",
+        "activations",
+        "1.50 GB of a device",
+        "What a rank holds at peak",
+    ):
+        assert f"<!-- {text}" in drawn
+    assert "zero3_offload" not in drawn  # as in the table, where nothing needs it
+    main(["plan", "--parameters=7B", "--world-size=2", "--offload=host", f"--plot={tmp_path / 'plan.svg'}"])
+    drawn = (tmp_path / "plan.svg").read_text()
+    assert all(f"<!-- {text}" in drawn for text in ("zero3_offload", "What a rank holds at peak, without activations"))
+    main(["plan", "--parameters=7B", "--world-size=2", f"--plot={tmp_path / 'plan.png'}"])
+    assert (tmp_path / "plan.png").read_bytes()[1:4] == b"PNG"
+    capsys.readouterr()
+    exits(2, "--parameters=7B", "--world-size=2", f"--plot={tmp_path / 'plan.doc'}")
+    assert "Format 'doc' is not supported" in capsys.readouterr().err
+    exits(1, "--parameters=7B", "--world-size=2", f"--plot={tmp_path / 'missing' / 'plan.svg'}")
+    assert re.search("plan: error: .*No such file or directory: '.*missing", capsys.readouterr().err)
+
+
+def test_without_matplotlib_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    exits(1, "--parameters=7B", "--world-size=2", "--plot=plan.png")
+    assert "pip install 'lightning-zero[plot]'" in capsys.readouterr().err

@@ -1,0 +1,106 @@
+"""Programs on a simulated GPU have the numbers of the same programs on the CPU's kernels, and a GPU's rules."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = """
+import json, logging, sys, warnings
+import lightning.pytorch as pl, torch
+from torch import nn
+from torch.utils.data import DataLoader
+from lightning_zero import ZeroStrategy
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore")
+
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        assert batch.device.type == "cuda"
+        loss = self.layers(batch).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def losses(strategy, precision):
+    module = Model()
+    options = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    options["use_distributed_sampler"] = False  # it would shuffle
+    trainer = pl.Trainer(accelerator="gpu", devices=1, strategy=strategy, precision=precision, max_epochs=1, **options)
+    data = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    trainer.fit(module, DataLoader(data, batch_size=None))
+    return module.losses
+
+
+def refusal(attempt):
+    try:
+        attempt()
+    except RuntimeError as error:
+        return str(error)
+
+
+def wait():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.ones(1, device="cuda").item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+found = {f"{stage} {precision}": losses(ZeroStrategy(stage), precision)
+         for stage in (1, 2, 3) for precision in ("32-true", "bf16-mixed")}
+refused = [refusal(lambda: torch.ones(2, device="cuda") + torch.ones(2)), refusal(wait)]
+fresh = torch.empty(3, device="cuda").isnan().all().item()
+print(json.dumps({"plain": losses("auto", "32-true"), "stages": found, "refused": refused, "fresh": fresh}))
+"""
+
+
+def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.thorough.simulated_gpu", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA of its own")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_stages_train_on_it_as_plain_lightning_does(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    run = start(str(program))
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    stages = found["stages"]
+    assert all(stages[f"{stage} 32-true"] == found["plain"] for stage in (1, 2, 3))
+    assert all(stages[f"{stage} bf16-mixed"] == stages["1 bf16-mixed"] != found["plain"] for stage in (2, 3))
+    assert "same device" in found["refused"][0]
+    assert "called a synchronizing CUDA operation" in found["refused"][1]
+    assert found["fresh"]
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="torch has no CUDA of its own")
+def test_torch_with_cuda_is_refused() -> None:
+    run = start("-c", "pass")
+    assert run.returncode == 1
+    assert "has CUDA of its own" in run.stderr
+
+
+def test_it_says_what_it_is() -> None:
+    run = start("--help")
+    assert "python -m tests.thorough.simulated_gpu -m pytest" in run.stderr

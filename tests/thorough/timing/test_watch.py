@@ -1,0 +1,235 @@
+"""Who waits for whom: a verdict only where no rank can ever go on, and then on all of them, in seconds."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_zero.comm import Groups
+from lightning_zero.errors import DivergenceError
+from lightning_zero.extensions.watch import _Stacks, _stuck, current_watch, watch_ranks
+from tests.helpers.world import run_world
+
+RUNS: dict[str, Any] = {"state": "runs", "entered": {}}
+OVER: dict[str, Any] = {"state": "over", "entered": {"a": 3, "b": 3}}
+
+
+def waits(group: str, place: int, operation: str = "barrier", **entered: int) -> dict[str, Any]:
+    """The state of a rank that waits in one of three ranks' groups."""
+    return {
+        "state": "waits", "group": group, "place": place, "operation": operation, "members": [0, 1, 2],
+        "entered": {"a": 3, "b": 3, group: place, **entered},
+    }  # fmt: skip
+
+
+MEMORY = waits("", 0)
+
+STUCK: dict[str, list[dict[str, Any]]] = {
+    "two groups": [waits("a", 4), waits("b", 4), waits("b", 4)],
+    "memory and a group": [MEMORY, MEMORY, waits("a", 4)],
+    "memory alone": [MEMORY, MEMORY, MEMORY],
+    "two operations in one place": [waits("a", 4), waits("a", 4, "all_reduce"), waits("a", 4)],
+    "a rank that failed": [waits("a", 4), OVER, waits("a", 4)],
+    "all in different groups": [waits("a", 4), waits("b", 4), waits("c", 1)],
+}
+GOES_ON: dict[str, list[dict[str, Any]]] = {
+    "a rank computes": [waits("a", 4), waits("b", 4), RUNS],
+    "all are in one collective": [waits("a", 4), waits("a", 4), waits("a", 4)],
+    "all but one wait for what has been entered": [waits("a", 3), waits("b", 4), waits("b", 4)],
+    "one group has messages between two ranks": [waits("a", 7), waits("a", 5), waits("a", 5)],
+    "a rank that failed had entered it": [waits("a", 3), OVER, waits("a", 3)],
+    "a collective under way, and transfers ahead": [
+        waits("a", 4, "transfer", a=5), waits("a", 4, "transfer"), waits("a", 4, "transfer")
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STUCK)
+def test_nobody_can_go_on(name: str) -> None:
+    assert _stuck(STUCK[name])
+
+
+@pytest.mark.parametrize("name", GOES_ON)
+def test_somebody_can_go_on(name: str) -> None:
+    assert not _stuck(GOES_ON[name])
+
+
+def _connect(rank: int, world_size: int = 2) -> Groups:
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), world_size, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    return Groups.create()
+
+
+def _agreement(groups: Groups) -> None:
+    groups.control.exchange([1])
+
+
+def _of_checkpoints(groups: Groups) -> None:
+    groups.checkpoint.gather_objects("anything")
+
+
+def _new_group(groups: Groups) -> None:
+    dist.new_group()
+
+
+PAIRS: dict[str, tuple[Callable[[Groups], None], Callable[[Groups], None], str]] = {
+    "two groups": (_agreement, _of_checkpoints, "exchange of the group 'agreements'"),
+    "making a group": (_agreement, _new_group, "for a new process group"),
+}
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("name", PAIRS)
+def test_ranks_in_different_groups_are_told_in_seconds(name: str) -> None:
+    """With two groups of gloo, which alone would wait for half an hour."""
+    first, second, told = PAIRS[name]
+
+    def world(rank: int) -> tuple[float, str]:
+        groups = _connect(rank)
+        begin = time.monotonic()
+        try:
+            (second if rank else first)(groups)
+        except (DivergenceError, RuntimeError) as error:
+            watch = current_watch()
+            assert watch is not None
+            return time.monotonic() - begin, str(error) + watch.explain()
+        raise AssertionError("nobody else came")
+
+    for seconds, message in run_world(2, world, init_group=False):
+        assert seconds < 8
+        assert "No rank can go on" in message
+        assert "rank 0 has waited" in message
+        assert told in message
+        assert "test_watch.py" in message
+
+
+@pytest.mark.timing
+def test_a_slow_rank_is_waited_for() -> None:
+    """It sleeps, computes, or has another thread that talks to the others."""
+
+    def world(rank: int) -> bool:
+        groups = _connect(rank)
+        groups.control.barrier()
+        if rank == 0:
+            time.sleep(2.5)
+            end = time.monotonic() + 1.5
+            while time.monotonic() < end:
+                torch.ones(100).sum()
+        groups.control.barrier()
+        helper = threading.Thread(target=groups.checkpoint.barrier) if rank == 0 else None
+        if helper is not None:
+            helper.start()  # in another group than its rank, which waits for it only after the barrier
+            groups.control.barrier()
+            helper.join()
+        else:
+            time.sleep(3)
+            groups.control.barrier()
+            groups.checkpoint.barrier()
+        watch = current_watch()
+        assert watch is not None
+        return not watch.verdict
+
+    assert all(run_world(2, world, init_group=False))
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_who_failed_in_an_earlier_run_may_come_late_to_the_next(begun: bool) -> None:
+    def world(rank: int) -> str:
+        groups, watch = _connect(rank), current_watch()
+        assert watch is not None
+        if begun:
+            watch.begins_anew()
+        watch.failed(ValueError("boom"))
+        watch.run_ends()
+        groups.control.barrier()
+        for _ in range(2):
+            if rank == 1:
+                time.sleep(5)  # before it begins anew, and afterwards
+            watch.begins_anew()
+            groups.control.barrier()
+        return watch.verdict
+
+    assert run_world(2, world, init_group=False) == [""] * 2
+
+
+def test_what_ended_an_earlier_run_is_told_as_that() -> None:
+    def world(rank: int) -> str:
+        groups, watch = _connect(rank), current_watch()
+        assert watch is not None
+        if rank == 0:  # the other has failed by itself, and nobody has told it
+            watch.verdict = "No rank can go on."
+            watch._store.set(watch._key(0, "verdict"), watch.verdict)
+        groups.control.barrier()
+        for _ in range(2):
+            watch.begins_anew()
+        groups.control.barrier()
+        return watch.explain()
+
+    told = "An earlier run has shut the connections: start the processes anew. It ended like this: No rank can go on."
+    assert run_world(2, world, init_group=False) == [told] * 2
+
+
+def test_one_watch_for_a_default_group_and_none_of_it_left() -> None:
+    def world(rank: int) -> list[int]:
+        def threads() -> int:
+            return sum(thread.name == "lightning_zero: watch" for thread in threading.enumerate())
+
+        groups = _connect(rank)
+        counts = [threads()]
+        assert watch_ranks() is current_watch()
+        counts.append(threads())
+        watch = current_watch()
+        assert watch is not None
+        groups.destroy()
+        watch.end()
+        counts.append(threads())
+        return counts
+
+    assert run_world(2, world, init_group=False) == [[1, 1, 0]] * 2
+
+
+def test_other_sockets_of_the_process_do_not_matter() -> None:
+    """Those of pipes between processes, event loops and MPI have no name, or one that is a path."""
+
+    def world(rank: int) -> bool:
+        ends = socket.socketpair()
+        groups = _connect(rank)
+        groups.control.barrier()
+        ends[0].sendall(b"1")
+        return ends[1].recv(1) == b"1"
+
+    assert all(run_world(2, world, init_group=False))
+
+
+@pytest.mark.timing
+def test_looking_at_a_thread_makes_no_frame_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Python 3.11 other threads may go on while one is made, if a garbage collection begins then; and what is in it
+    afterwards is a segmentation fault. See [Note: stacks as text] of the watch."""
+    scope: dict[str, Any] = {}
+    source = "def all_reduce(begun, over):\n    begun.set()\n    over.acquire()\n"
+    exec(compile(source, dist.distributed_c10d.__file__, "exec"), scope)  # as if it waited in a collective
+    begun, over = threading.Event(), threading.Lock()
+    over.acquire()
+    thread = threading.Thread(target=scope["all_reduce"], args=(begun, over))
+    thread.start()
+    begun.wait()
+    monkeypatch.delattr(sys, "_current_frames")
+    assert thread.ident is not None
+    stacks = _Stacks(thread.ident)
+    deadline, lines = time.monotonic() + 10.0, []
+    while not lines and time.monotonic() < deadline:
+        lines = [line for line in stacks.written()[thread.ident] if line.function == "all_reduce"]
+    assert stacks.wait() is None  # of no group
+    over.release()
+    thread.join()
+    stacks.file.close()
+    assert lines[0].file == dist.distributed_c10d.__file__

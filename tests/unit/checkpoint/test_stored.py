@@ -1,0 +1,242 @@
+"""A tensor on disk is used and written to as an ordinary one, and stays on disk until that makes a difference."""
+
+from __future__ import annotations
+
+import copy
+import io
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from lightning_zero.checkpoint import StoredTensor, open_checkpoint
+from lightning_zero.checkpoint.consolidated import fill
+from lightning_zero.checkpoint.format.record import Chunk, TensorItem
+from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
+from lightning_zero.checkpoint.save import ChecksummedFile, stored_identity
+from tests.helpers.samples import control
+
+
+class Memory:
+    """A source that counts how often it is asked."""
+
+    def __init__(self, elements: Tensor) -> None:
+        self.elements = elements.reshape(-1)
+        self.reads = 0
+
+    def read_elements(self, key: str, item: TensorItem, destination: Tensor, start: int) -> None:
+        self.reads += 1
+        destination.copy_(self.elements[start : start + destination.numel()])
+
+
+def stored(elements: Tensor) -> StoredTensor:
+    chunk = Chunk(0, elements.numel(), "f", 0, zlib.crc32(elements.contiguous().numpy().tobytes()))
+    return StoredTensor(Memory(elements), "w", TensorItem((), elements.dtype, tuple(elements.shape), (chunk,)))
+
+
+def reads(handle: StoredTensor) -> int:
+    assert isinstance(handle._source, Memory)
+    return handle._source.reads
+
+
+def elements() -> Tensor:
+    return torch.arange(12.0).reshape(4, 3) - 5
+
+
+def index(w: Tensor) -> None:
+    w[0] = 1
+
+
+def mask(w: Tensor) -> None:
+    w[w > 0] = 0
+
+
+def array(w: Tensor) -> None:
+    w.numpy()[1] = 7
+
+
+def exchanged(w: Tensor) -> None:
+    from_dlpack(w)[1, 1] = 7
+
+
+def part(w: Tensor) -> None:
+    w.chunk(2)[1].zero_()
+
+
+WRITES: list[Callable[[Tensor], Any]] = [
+    index,
+    mask,
+    array,
+    exchanged,
+    part,
+    lambda w: w.add_(1),
+    lambda w: w.view(-1).add_(1),
+    lambda w: w.t().mul_(2),
+    lambda w: w[..., 0].zero_(),
+    lambda w: w.data.mul_(2),
+    lambda w: w.detach()[1].mul_(2),
+    lambda w: w.unbind()[2].fill_(3),
+    lambda w: w.copy_(torch.ones(4, 3)),
+    lambda w: torch._foreach_mul_([w], 2),
+    lambda w: torch.nn.init.zeros_(w),
+    lambda w: w.untyped_storage().fill_(0),
+]
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_is_what_is_read_afterwards(write: Callable[[Tensor], Any]) -> None:
+    handle, expected = stored(elements()), elements()
+    write(handle)
+    write(expected)
+    assert type(handle) is StoredTensor
+    assert not torch.equal(expected, elements())
+    assert torch.equal(handle.read(), expected)
+    destination = torch.empty(5)
+    handle.read_into(destination, 4)
+    assert torch.equal(destination, expected.view(-1)[4:9])
+    assert torch.equal(handle * 1, expected)
+    assert torch.equal(handle.detach().clone(), expected)
+
+
+def test_writing_gives_the_handle_and_not_its_memory() -> None:
+    handle = stored(elements())
+    assert handle.add_(1) is handle
+    state = {"w": handle}
+    state["w"] += 1
+    assert state["w"] is handle
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda w: w.detach(),
+        lambda w: w.data,
+        lambda w: torch.zeros(4, 3).copy_(w),
+        lambda w: copy.deepcopy(w),
+        lambda w: torch.save(w, io.BytesIO()),
+    ],
+)
+def test_what_only_passes_it_on_keeps_no_memory(use: Callable[[Tensor], Any]) -> None:
+    handle = stored(elements())
+    use(handle)
+    assert handle.memory is None
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda w: torch.cat([w, w]),
+        lambda w: w.half(),
+        lambda w: w * 2,
+        lambda w: w.sum(),
+        lambda w: torch.equal(w, w),
+        lambda w: torch._foreach_add([w], [w])[0],
+    ],
+)
+def test_computing_gives_ordinary_tensors(compute: Callable[[Tensor], Any]) -> None:
+    handle = stored(elements())
+    found, expected = compute(handle), compute(elements())
+    assert type(found) is type(expected)
+    assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
+    assert torch.equal(handle.read(), elements())
+    assert reads(handle) == 1
+
+
+def test_what_was_loaded_is_not_read_again() -> None:
+    handle = stored(elements())
+    view, other = handle[1], handle.t()
+    view.zero_()
+    assert torch.equal(other[:, 1], torch.zeros(3))
+    assert handle.data_ptr() == other.data_ptr()
+    assert reads(handle) == 1
+
+
+def test_what_was_read_belongs_to_the_reader() -> None:
+    handle = stored(elements())
+    handle.add_(1)
+    handle.read().zero_()
+    assert torch.equal(handle.read(), elements() + 1)
+
+
+@pytest.mark.parametrize("change", ["squeeze_", "t_", "resize_"])
+def test_a_shape_that_is_changed_in_place_is_an_error(change: str) -> None:
+    handle = stored(elements())
+    with pytest.raises(TypeError, match=r"'w'.*another shape.*clone"):
+        getattr(handle, change)(*([3] if change == "resize_" else []))
+    assert torch.equal(handle.read(), elements())
+
+
+@pytest.mark.parametrize("rows", [4, 8])
+def test_other_data_and_outputs_are_errors(rows: int) -> None:
+    with pytest.raises(TypeError, match=r"'w'.*cannot get other data: use `copy_`"):
+        stored(elements()).data = torch.ones(rows, 3)
+    with pytest.raises(TypeError, match=r"'w'.*clone"):
+        torch.cat([elements()] * (rows // 4), out=stored(elements()))
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_copies_do_not_see_later_writes(loaded: bool) -> None:
+    handle = stored(elements())
+    if loaded:
+        handle.add_(1)
+    before = handle.read()
+    copied = copy.deepcopy({"w": handle, "tied": handle})
+    assert copied["w"] is copied["tied"]
+    handle.zero_()
+    assert type(copied["w"]) is Tensor
+    assert torch.equal(copied["w"], before)
+    copied["w"].fill_(3)
+    assert not handle.read().any()
+
+
+def test_a_parameter_that_is_copied_stays_one() -> None:
+    copied = copy.deepcopy(torch.nn.Parameter(stored(elements())))
+    assert isinstance(copied, torch.nn.Parameter)
+    assert copied.requires_grad
+
+
+def test_shared_memory_is_its_own() -> None:
+    handle = stored(elements()).share_memory_()
+    assert handle.memory is not None
+    assert handle.memory.is_shared()
+
+
+def test_what_was_written_to_is_written_to_the_file(tmp_path: Path) -> None:
+    handle, whole = stored(elements()), stored(elements())
+    assert stored_identity(handle.detach()) == stored_identity(handle)
+    identity = stored_identity(handle)
+    handle[0] = 1  # the checksum of what is stored is not its checksum any more
+    assert stored_identity(handle) != identity
+    (tmp_path / "f").touch()
+    tensors = {"a": handle, "b": whole}
+    held = [(key, 0, tensor) for key, tensor in tensors.items()]
+    for part in fill(str(tmp_path / "f"), {"a": 0, "b": 48}, held):
+        assert part.crc32 == zlib.crc32(tensors[str(part.key)].read().numpy().tobytes())
+    found = torch.frombuffer(bytearray((tmp_path / "f").read_bytes()), dtype=torch.float32).view(2, 4, 3)
+    assert torch.equal(found[0], handle.read())
+    assert torch.equal(found[1], elements())
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16])
+def test_what_a_cast_makes_infinite_is_noticed(dtype: torch.dtype) -> None:
+    file = ChecksummedFile(io.BytesIO())
+    tensors = {"large": torch.tensor([1.0, 1e6]), "small": torch.tensor([1.0, torch.inf])}
+    file.write_archive(TorchFile([Hole(name, dtype, (2,), tensor) for name, tensor in tensors.items()]))
+    assert file.overflowed == {"large"}
+
+
+def test_a_state_dict_that_is_changed_in_the_file_s_place(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"w": elements()}, tmp_path / "m.safetensors")
+    state = open_checkpoint(tmp_path / "m.safetensors", control())["state_dict"]
+    state["w"][0] = 9
+    module = torch.nn.Linear(3, 4, bias=False)
+    module.load_state_dict({"weight": state["w"]})
+    assert torch.equal(module.weight[0].detach(), torch.full((3,), 9.0))
+    assert torch.equal(module.weight[1:].detach(), elements()[1:])

@@ -1,0 +1,925 @@
+"""One ordinary file from all ranks, and ordinary files from a directory: what other programs find in them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import time
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_zero import ZeroStrategy, full_optimizer_state, full_parameters
+from lightning_zero.checkpoint import FlatShard, save_checkpoint_directory
+from lightning_zero.checkpoint.consolidated import by_parameter_index, consolidate_checkpoint, save_consolidated_file
+from lightning_zero.comm import ControlGroup
+from lightning_zero.config import parse_size
+from lightning_zero.errors import CheckpointError
+from tests.helpers.runs import quiet
+from tests.helpers.samples import SHAPES, checkpoint, control, end_to_end, one_by_one, parameters
+from tests.helpers.script import run_script
+from tests.helpers.training import make_trainer
+from tests.helpers.waiting import until
+from tests.helpers.world import run_world
+
+TIED = "tied.weight"
+
+
+def content(version: int, ranks: ControlGroup, cut: Any = end_to_end) -> dict[str, Any]:
+    """The sample checkpoint with a second name for one of its weights."""
+    whole = checkpoint(version, cut, ranks)
+    shard = whole["state_dict"]["conv.weight"]
+    whole["state_dict"][TIED] = FlatShard(shard.local, shard.shape, shard.start)
+    return whole
+
+
+def save_file(path: Path, version: int = 1, cut: Any = end_to_end) -> None:
+    ranks = control()
+    save_consolidated_file(content(version, ranks, cut), path, ranks, plan_summary={"world_size": ranks.world_size})
+
+
+def check(path: Path, version: int, mmap: bool = True) -> dict[str, Any]:
+    """Everything in the file is what ``torch.save`` of the whole would have put there."""
+    loaded = torch.load(path, weights_only=True, mmap=mmap)
+    state, optimizer = loaded["state_dict"], loaded["optimizer_states"][0]
+    for number, (name, value) in enumerate(parameters(version).items()):
+        assert state[name].dtype == value.dtype
+        assert torch.equal(state[name], value), name
+        assert torch.equal(optimizer["state"][number]["exp_avg"], value * 0.5), name
+        assert optimizer["state"][number]["step"].item() == version
+        assert optimizer["state"][number]["count"] == version
+    group = {"params": list(range(len(SHAPES))), "lr": 0.1 * version, "betas": (0.9, 0.99), "fused": None}
+    assert optimizer["param_groups"] == [group]
+    assert loaded["optimizer_states"][1] == {"state": {}, "param_groups": [{"params": [], "lr": 1.0}]}
+    assert torch.equal(state["norm.running_mean"], torch.full((3, 4), float(version)))
+    assert state["_extra_state"] == {"v": version}
+    assert torch.equal(state[TIED], parameters(version)["conv.weight"])
+    assert state[TIED].data_ptr() == state["conv.weight"].data_ptr()
+    assert (loaded["epoch"], loaded["global_step"]) == (version, 10 * version)
+    assert loaded["lr_schedulers"] == [{"last_epoch": version, "_last_lr": [0.1 * version]}]
+    assert torch.equal(loaded["callbacks"]["History"]["values"], torch.full((9000,), float(version)))
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same checkpoint as a file (``online.ckpt``) and as a directory (``folder``), by three ranks."""
+    folder = tmp_path_factory.mktemp("saved")
+
+    def rank(_: int) -> None:
+        save_file(folder / "online.ckpt", 3)
+        ranks = control()
+        save_checkpoint_directory(content(3, ranks), folder / "folder", ranks, plan_summary={"world_size": 3})
+
+    run_world(3, rank, timeout=30)
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------------------- from ranks
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("cut", [end_to_end, one_by_one])
+def test_ranks_write_one_file_that_torch_loads(tmp_path: Path, world_size: int, cut: Any) -> None:
+    run_world(world_size, lambda _: save_file(tmp_path / "new" / "c.ckpt", 2, cut), timeout=30)
+
+    assert [path.name for path in tmp_path.rglob("*")] == ["new", "c.ckpt"]
+    for mmap in (True, False):
+        assert check(tmp_path / "new" / "c.ckpt", 2, mmap)["lightning_zero"] == {"plan": {"world_size": world_size}}
+
+
+def test_the_content_given_to_be_saved_is_not_changed(tmp_path: Path) -> None:
+    ranks = control()
+    whole = content(1, ranks)
+    before = {key: dict(value) if isinstance(value, dict) else value for key, value in whole.items()}
+    save_consolidated_file(whole, tmp_path / "c.ckpt", ranks, plan_summary={"a": 1})
+
+    assert whole.keys() == before.keys()
+    assert list(whole["optimizer_states"][0]["state"]) == list(SHAPES)
+    assert all(whole["state_dict"][name] is value for name, value in before["state_dict"].items())
+
+
+def test_a_state_that_only_some_ranks_have_is_kept(tmp_path: Path) -> None:
+    def rank(_: int) -> None:
+        ranks = control()
+        whole = content(1, ranks)
+        states = whole["optimizer_states"][0]["state"]
+        for name in list(states):
+            shard = states[name]["exp_avg"]
+            if shard.numel() and not shard.local.numel():
+                del states[name]
+        save_consolidated_file(whole, tmp_path / "c.ckpt", ranks)
+
+    run_world(3, rank, timeout=30)
+    check(tmp_path / "c.ckpt", 1)
+
+
+def test_values_that_rank_0_lacks_come_from_the_lowest_rank_that_has_them(tmp_path: Path) -> None:
+    def rank(number: int) -> None:
+        ranks = control()
+        whole = content(1, ranks)
+        if number == 0:
+            for state in whole["optimizer_states"][0]["state"].values():
+                del state["step"], state["count"]
+        save_consolidated_file(whole, tmp_path / "c.ckpt", ranks)
+
+    run_world(3, rank, timeout=30)
+    check(tmp_path / "c.ckpt", 1)
+
+
+def test_states_that_rank_0_has_none_of(tmp_path: Path) -> None:
+    """Rank 0's own checkpoint stays without them."""
+
+    def rank(number: int) -> None:
+        part = torch.arange(4.0) if number == 1 else torch.empty(0)
+        states = {"w": {"exp_avg": FlatShard(part, (2, 2), 0)}} if number == 1 else {}
+        optimizer = {"state": states, "param_groups": [{"params": ["w"]}]}
+        whole = {"state_dict": {"w": FlatShard(part, (2, 2), 0)}, "optimizer_states": [optimizer]}
+        save_consolidated_file(whole, tmp_path / "c.ckpt", control())
+        assert len(states) == number
+
+    run_world(2, rank, timeout=30)
+    loaded = torch.load(tmp_path / "c.ckpt", weights_only=True)
+    assert torch.equal(loaded["optimizer_states"][0]["state"][0]["exp_avg"], torch.arange(4.0).view(2, 2))
+
+
+def test_shards_under_other_keys_are_written_whole(tmp_path: Path) -> None:
+    """As Lightning's ``WeightAveraging`` leaves them; a class of its own pickles as itself."""
+
+    def rank(number: int) -> None:
+        half = torch.arange(4.0) + 4 * number
+        whole = {
+            "state_dict": {},
+            "average": {"list": [FlatShard(half, (4, 2), 4 * number)]},
+            "order": OrderedDict(a=1),
+        }
+        save_consolidated_file(whole, tmp_path / "c.ckpt", control())
+
+    run_world(2, rank, timeout=30)
+    loaded = torch.load(tmp_path / "c.ckpt", weights_only=True)
+    assert torch.equal(loaded["average"]["list"][0], torch.arange(8.0).view(4, 2))
+    assert loaded["order"] == OrderedDict(a=1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_shards_that_leave_a_hole_are_refused(tmp_path: Path, world_size: int) -> None:
+    def rank(number: int) -> str:
+        whole = {"state_dict": {"w": FlatShard(torch.zeros(3), (4, 2), 4 * number)}}
+        with pytest.raises(CheckpointError) as caught:
+            save_consolidated_file(whole, tmp_path / "c.ckpt", control())
+        return str(caught.value)
+
+    messages = run_world(world_size, rank, timeout=30)
+    assert len(set(messages)) == 1
+    assert "state_dict.w" in messages[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_shards_that_overlap_are_refused(tmp_path: Path) -> None:
+    """Elements 0 to 3 and 3 to 6: as many as there are, but the last is held by none."""
+
+    def rank(number: int) -> None:
+        whole = {"state_dict": {"w": FlatShard(torch.zeros(4), (8,), 3 * number)}}
+        with pytest.raises(CheckpointError, match=r"state_dict\.w', bytes 12 to 16 are held by several ranks"):
+            save_consolidated_file(whole, tmp_path / "c.ckpt", control())
+
+    run_world(2, rank, timeout=30)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_are_tied_on_one_rank_only_are_refused(tmp_path: Path) -> None:
+    def rank(number: int) -> None:
+        first, second = torch.zeros(4), torch.ones(4)
+        tied = first if number == 0 else second
+        whole = {"state_dict": {"a": FlatShard(first, (8,), 4 * number), "b": FlatShard(tied, (8,), 4 * number)}}
+        with pytest.raises(CheckpointError, match="are the same memory on other ranks, but not here"):
+            save_consolidated_file(whole, tmp_path / "c.ckpt", control())
+
+    run_world(2, rank, timeout=30)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_with_different_checkpoints_are_refused_on_all(tmp_path: Path) -> None:
+    def rank(number: int) -> str:
+        shape = (4, 2) if number == 1 else (2, 4)
+        with pytest.raises(CheckpointError) as caught:
+            save_consolidated_file(
+                {"state_dict": {"w": FlatShard(torch.zeros(4), shape, 4 * number)}}, tmp_path / "c.ckpt", control()
+            )
+        return str(caught.value)
+
+    messages = run_world(2, rank, timeout=30)
+    assert messages[0] == messages[1]
+    assert "state_dict.w" in messages[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+# ----------------------------------------------------------------------------------------------------------- failures
+
+
+def _limit_files(nbytes: int) -> None:
+    """What a full disk does to a write: it fails after some of the file."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
+
+
+def _unlimit_files() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_full_disk_on_one_rank_raises_on_all_and_leaves_the_old_file(tmp_path: Path, failing: int) -> None:
+    def rank(number: int) -> str:
+        save_file(tmp_path / "c.ckpt", 1)
+        if number == failing:
+            _limit_files(2000)
+        try:
+            with pytest.raises(CheckpointError) as caught:
+                save_file(tmp_path / "c.ckpt", 2)
+        finally:
+            _unlimit_files()
+        return str(caught.value)
+
+    messages = run_world(2, rank, timeout=30)
+    assert messages[0] == messages[1]
+    assert f"rank {failing}" in messages[0]
+    assert "File too large" in messages[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["c.ckpt"]
+    check(tmp_path / "c.ckpt", 1)
+
+
+def test_a_file_system_that_not_all_ranks_share_is_named_on_all(tmp_path: Path) -> None:
+    class Elsewhere(ControlGroup):
+        """Rank 1 finds nothing where rank 0 has made the file."""
+
+        def gather_objects(self, value: Any, place: str = "") -> list[Any]:
+            found = super().gather_objects(value, place)
+            told = found[0]
+            if self.rank == 1 and isinstance(told, tuple) and isinstance(told[0], str) and os.path.exists(told[0]):
+                found[0] = (str(tmp_path / "my disk" / "x" / "file"), told[1])
+            return found
+
+    def rank(number: int) -> str:
+        ranks = Elsewhere(dist.group.WORLD, number, 2)
+        with pytest.raises(CheckpointError) as caught:
+            save_consolidated_file(content(1, ranks), tmp_path / "c.ckpt", ranks)
+        return str(caught.value)
+
+    messages = run_world(2, rank, timeout=30)
+    assert messages[0] == messages[1]
+    assert "rank 1" in messages[0]
+    assert "use a shared file system" in messages[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_value_that_cannot_be_pickled_raises_on_all(tmp_path: Path) -> None:
+    def rank(_: int) -> str:
+        whole = {"state_dict": {}, "callbacks": {"mine": lambda: None}}
+        with pytest.raises(CheckpointError, match="lambda") as caught:
+            save_consolidated_file(whole, tmp_path / "c.ckpt", control())
+        return str(caught.value)
+
+    messages = run_world(2, rank, timeout=30)
+    assert messages[0] == messages[1]
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------------------------------------------------- replacing
+
+
+def _directory(path: Path) -> None:
+    save_checkpoint_directory(content(1, control()), path, control(), plan_summary={})
+
+
+def _link(path: Path) -> None:
+    save_file(path.with_name("target"), 1)
+    path.symlink_to("target")
+
+
+@pytest.mark.parametrize("make", [save_file, _directory, _link], ids=["file", "directory", "link"])
+def test_what_has_the_name_is_replaced(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "c.ckpt")
+    save_file(tmp_path / "c.ckpt", 2)
+
+    assert (tmp_path / "c.ckpt").is_file()
+    assert not (tmp_path / "c.ckpt").is_symlink()
+    check(tmp_path / "c.ckpt", 2)
+    if make is _link:
+        check(tmp_path / "target", 1)
+        (tmp_path / "target").unlink()
+    assert [path.name for path in tmp_path.iterdir()] == ["c.ckpt"]
+
+
+def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "c.ckpt").mkdir()
+    (tmp_path / "c.ckpt" / "thesis.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
+        save_file(tmp_path / "c.ckpt")
+    assert [path.name for path in tmp_path.rglob("*")] == ["c.ckpt", "thesis.txt"]
+
+
+def test_a_url_is_refused_with_a_way_out() -> None:
+    with pytest.raises(CheckpointError, match=r"memory://c\.ckpt.*local path"):
+        save_file("memory://c.ckpt")  # type: ignore[arg-type]
+
+
+def test_a_kill_at_any_moment_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
+    save_file(tmp_path / "c.ckpt", 1)
+    chance = random.Random(0)
+    versions = set()
+
+    def written() -> tuple[int, int]:
+        found = (tmp_path / "c.ckpt").stat()
+        return found.st_ino, found.st_mtime_ns
+
+    for first in range(100, 2600, 100):
+        before = written()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                for version in range(first, first + 100):
+                    save_file(tmp_path / "c.ckpt", version)
+            finally:
+                os._exit(1)
+        if first % 200:  # every other time not before it has saved one, however busy the machine is
+            assert until(lambda before=before: written() != before, seconds=20)
+        time.sleep(chance.uniform(0.0, 0.05))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        version = torch.load(tmp_path / "c.ckpt", weights_only=True)["epoch"]
+        check(tmp_path / "c.ckpt", version)
+        versions.add(version)
+    assert len(versions) > 3
+    save_file(tmp_path / "c.ckpt", 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["c.ckpt"]
+
+
+def test_optimizer_states_are_counted_through_the_groups() -> None:
+    state = {"state": {"c": 3, "a": 1}, "param_groups": [{"params": ["a", "b"], "lr": 1}, {"params": ["c"]}]}
+    assert by_parameter_index(state) == {
+        "state": {0: 1, 2: 3},
+        "param_groups": [{"params": [0, 1], "lr": 1}, {"params": [2]}],
+    }
+    plain = {"state": {0: 1}, "param_groups": [{"params": [0]}]}
+    assert by_parameter_index(plain) is plain
+
+
+# ------------------------------------------------------------------------------------------------------ from directory
+
+
+def test_a_directory_becomes_the_file_that_the_ranks_would_have_written(saved: Path, tmp_path: Path) -> None:
+    assert consolidate_checkpoint(saved / "folder", tmp_path / "c.ckpt") == [tmp_path / "c.ckpt"]
+
+    online, offline = check(saved / "online.ckpt", 3), check(tmp_path / "c.ckpt", 3)
+    assert online.keys() == offline.keys()
+    assert online["lightning_zero"] == offline["lightning_zero"] == {"plan": {"world_size": 3}}
+    assert [path.name for path in tmp_path.iterdir()] == ["c.ckpt"]
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.filterwarnings("ignore:Left out")
+@pytest.mark.parametrize("out", ["c.ckpt", "c.safetensors"])
+def test_a_progress_bar_on_a_terminal(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str) -> None:
+    shown = {}
+    for progress in (True, False):
+        terminal = _Terminal()
+        monkeypatch.setattr(sys, "stderr", terminal)
+        consolidate_checkpoint(saved / "folder", tmp_path / out, progress=progress, overwrite=not progress)
+        shown[progress] = terminal.getvalue()
+    assert f"{out}: 100%" in shown[True]
+    assert shown[False] == ""
+
+
+def test_a_checkpoint_without_weights_is_refused(tmp_path: Path) -> None:
+    save_checkpoint_directory({"epoch": 1}, tmp_path / "folder", control(), plan_summary={})
+    with pytest.raises(CheckpointError, match=r"folder' holds no weights"):
+        consolidate_checkpoint(tmp_path / "folder", tmp_path / "c.ckpt")
+
+
+@pytest.mark.parametrize("kind", ["torch.distributed.checkpoint", "url"])
+def test_other_sources_give_the_same_file(saved: Path, tmp_path: Path, kind: str) -> None:
+    """A directory without our record, and one in an object store."""
+    source: Path | str = tmp_path / "foreign"
+    if kind == "url":
+        source = f"memory://{tmp_path.name}"
+        fsspec.filesystem("memory").put(f"{saved / 'folder'}/", f"/{tmp_path.name}/", recursive=True)
+    else:
+        shutil.copytree(saved / "folder", source)
+        (tmp_path / "foreign" / "zero.json").unlink()
+    consolidate_checkpoint(source, tmp_path / "c.ckpt")
+    check(tmp_path / "c.ckpt", 3)
+
+
+def test_weights_are_cast_and_nothing_else(saved: Path, tmp_path: Path) -> None:
+    consolidate_checkpoint(saved / "folder", tmp_path / "c.ckpt", dtype="bfloat16")
+    consolidate_checkpoint(saved / "online.ckpt", tmp_path / "d.ckpt", dtype="bfloat16")
+
+    for name in ("c.ckpt", "d.ckpt"):
+        loaded = torch.load(tmp_path / name, weights_only=True)
+        for number, (key, value) in enumerate(parameters(3).items()):
+            assert torch.equal(loaded["state_dict"][key], value.bfloat16())
+            assert loaded["state_dict"][key].dtype == torch.bfloat16
+            assert torch.equal(loaded["optimizer_states"][0]["state"][number]["exp_avg"], value * 0.5)
+        assert loaded["state_dict"][TIED].data_ptr() == loaded["state_dict"]["conv.weight"].data_ptr()
+        with zipfile.ZipFile(tmp_path / name) as archive:
+            assert archive.testzip() is None
+
+
+def test_weights_beyond_the_range_of_the_dtype_are_named(tmp_path: Path) -> None:
+    torch.save(
+        {"fits": torch.ones(2), "large": torch.tensor([1.0, 1e6]), "inf": torch.tensor(torch.inf)}, tmp_path / "s"
+    )
+    with pytest.warns(UserWarning, match=r"1 weights .*'large'"):
+        consolidate_checkpoint(tmp_path / "s", tmp_path / "out.safetensors", dtype="float16")
+
+
+def test_weights_only_leaves_the_state_of_training_out(saved: Path, tmp_path: Path) -> None:
+    consolidate_checkpoint(saved / "folder", tmp_path / "c.pt", weights_only=True, prefix="conv.")
+
+    loaded = torch.load(tmp_path / "c.pt", weights_only=True)
+    assert loaded.keys() == {"epoch", "global_step", "state_dict", "lightning_zero"}
+    assert torch.equal(loaded["state_dict"]["weight"], parameters(3)["conv.weight"])
+
+
+def _assert_same_weights(found: dict[str, Tensor], version: int = 3) -> None:
+    for name, value in parameters(version).items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value), name
+    assert torch.equal(found["norm.running_mean"], torch.full((3, 4), float(version)))
+
+
+def test_one_safetensors_file(saved: Path, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="_extra_state"):
+        written = consolidate_checkpoint(saved / "folder", tmp_path / "c.safetensors", max_shard_size=1)
+
+    assert written == [tmp_path / "c.safetensors"]
+    found = load_file(tmp_path / "c.safetensors")
+    _assert_same_weights(found)
+    with safe_open(tmp_path / "c.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", TIED: "conv.weight"}
+    assert TIED not in found
+
+
+@pytest.mark.filterwarnings("ignore:Left out")
+def test_a_directory_of_safetensors_with_an_index(saved: Path, tmp_path: Path) -> None:
+    """The largest weight has 480 bytes and gets a file of its own, as do the two before it together."""
+    written = consolidate_checkpoint(saved / "folder", tmp_path / "hf", max_shard_size=400)
+
+    names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    assert [path.name for path in written] == [*names, "model.safetensors.index.json"]
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == sorted(path.name for path in written)
+    index = json.loads(written[-1].read_text())
+    found: dict[str, Tensor] = {}
+    for name in names:
+        part = load_file(tmp_path / "hf" / name)
+        assert set(part) == {key for key, place in index["weight_map"].items() if place == name}
+        assert len(part) == 1 or sum(tensor.nbytes for tensor in part.values()) <= 400
+        found |= part
+    _assert_same_weights(found)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+
+
+@pytest.mark.filterwarnings("ignore:Left out")
+def test_an_export_in_other_pieces_leaves_nothing_of_the_one_before(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    for size, names in (
+        (400, [*(f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)), "model.safetensors.index.json"]),
+        ("1kB", ["model.safetensors"]),
+        (800, [*(f"model-0000{number}-of-00002.safetensors" for number in (1, 2)), "model.safetensors.index.json"]),
+    ):
+        written = consolidate_checkpoint(saved / "folder", tmp_path / "hf", max_shard_size=size, overwrite=True)
+        assert [path.name for path in written] == names
+        assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == sorted(["config.json", *names])
+
+
+@pytest.mark.filterwarnings("ignore:Left out")
+@pytest.mark.parametrize("out", ["c.ckpt", "c.safetensors", "hf", "named"])
+def test_what_is_there_is_replaced_only_when_asked_for(saved: Path, tmp_path: Path, out: str) -> None:
+    """A directory may hold other files, as those of a model on Hugging Face."""
+    if "." not in out:
+        (tmp_path / out).mkdir()
+        (tmp_path / out / "config.json").write_text("{}")
+    options = {"format": "safetensors"} if out == "named" else {}
+    consolidate_checkpoint(saved / "folder", tmp_path / out, **options)
+    before = [path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))]
+    with pytest.raises(ValueError, match=r"exists: write to another place, or replace it with overwrite=True"):
+        consolidate_checkpoint(saved / "folder", tmp_path / out, **options)
+    assert [path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))] == before
+    consolidate_checkpoint(saved / "folder", tmp_path / out, overwrite=True, **options)
+
+
+@pytest.mark.filterwarnings("ignore:Left out")
+@pytest.mark.parametrize("prefix", ["conv.", "conv"])
+def test_a_prefix_is_cut_off(saved: Path, tmp_path: Path, prefix: str) -> None:
+    consolidate_checkpoint(saved / "folder", tmp_path / "c.safetensors", prefix=prefix)
+    assert {"weight", "embedding.weight"} <= load_file(tmp_path / "c.safetensors").keys()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "BFloat16", "torch.bfloat16", torch.bfloat16])
+@pytest.mark.filterwarnings("ignore:Left out")
+def test_a_dtype_has_several_names(saved: Path, tmp_path: Path, dtype: Any) -> None:
+    consolidate_checkpoint(saved / "folder", tmp_path / "c.safetensors", dtype=dtype)
+    assert load_file(tmp_path / "c.safetensors")["embedding.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("out", "options", "message"),
+    [
+        ("c.ckpt", {"format": "safetensors"}, "contradicts the name 'c.ckpt'"),
+        ("c.safetensors", {"format": "ckpt"}, "contradicts"),
+        ("c.ckpt", {"format": "fsdp"}, "FSDPStrategy loads the file of format='ckpt'"),
+        ("c.zip", {}, "does not say what to write"),
+        ("c.ckpt", {"format": "zip"}, "format must be"),
+        ("c.ckpt", {"dtype": "int8"}, "dtype must be"),
+        ("c.ckpt", {"dtype": "load"}, "dtype must be"),
+        ("c", {"max_shard_size": "5 parsecs"}, "5 parsecs"),
+        ("c", {"max_shard_size": "5"}, "5 would be so many bytes. Did you mean 5GB?"),
+        ("c.ckpt", {"prefix": "model."}, "prefix"),
+        ("c.safetensors", {"prefix": "nothing."}, "no weight's name begins so"),
+        ("folder", {}, "is the source itself"),
+        ("other.ckpt", {}, "is a directory"),
+        ("other.ckpt", {"format": "ckpt"}, "is a directory"),
+        ("memory://c.ckpt", {}, "local path"),
+    ],
+)
+def test_wrong_settings_are_refused_before_anything_is_written(
+    saved: Path, tmp_path: Path, out: str, options: dict[str, Any], message: str
+) -> None:
+    os.symlink(saved / "folder", tmp_path / "folder")
+    os.symlink(saved / "folder", tmp_path / "other.ckpt")
+    source = saved / "folder" if out != "other.ckpt" else saved / "online.ckpt"
+    with pytest.raises(ValueError, match=message):
+        consolidate_checkpoint(source, out if "://" in out else tmp_path / out, **options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "other.ckpt"]
+
+
+def _tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.filterwarnings("ignore:Left out, because safetensors")
+@pytest.mark.parametrize(
+    ("source", "out", "options", "message"),
+    [
+        ("folder", "folder/zero.json", {"format": "ckpt"}, "is within the source"),
+        ("folder", "folder/export", {}, "is within the source"),
+        ("link", "folder/export", {}, "is within the source"),
+        ("folder", "link/export.ckpt", {}, "is within the source"),
+        ("folder", "record.ckpt", {}, "is within the source"),
+        ("file://folder", "folder/export/c.ckpt", {}, "is within the source"),
+        ("file://folder", "folder", {}, "is the source itself"),
+        ("file://online.ckpt", "online.ckpt", {}, "is the source itself"),
+        ("hard.ckpt", "file://online.ckpt", {}, "is the source itself"),
+        ("weights", "weights/model-00001-of-00002.safetensors", {}, "is within the source"),
+        ("weights/model-00001-of-00002.safetensors", "weights", {}, "would be replaced or deleted"),
+        ("hub", "weights", {}, "would be replaced or deleted"),
+        ("hub", "weights/model-00001-of-00002.safetensors", {}, "would be replaced or deleted"),
+    ],
+)
+def test_a_source_is_never_written_over(
+    saved: Path, tmp_path: Path, source: str, out: str, options: dict[str, Any], message: str
+) -> None:
+    """Whatever the two are called, and whatever links lead there."""
+    shutil.copytree(saved / "folder", tmp_path / "folder")
+    shutil.copy(saved / "online.ckpt", tmp_path)
+    consolidate_checkpoint(saved / "folder", tmp_path / "weights", max_shard_size=700, progress=False)
+    assert (tmp_path / "weights" / "model-00001-of-00002.safetensors").exists()
+    (tmp_path / "hub").mkdir()
+    for path in (tmp_path / "weights").iterdir():
+        (tmp_path / "hub" / path.name).symlink_to(path)
+    (tmp_path / "link").symlink_to("folder")
+    (tmp_path / "record.ckpt").symlink_to("folder/zero.json")
+    os.link(tmp_path / "online.ckpt", tmp_path / "hard.ckpt")
+    before = _tree(tmp_path)
+
+    def at(path: str) -> str:
+        return f"file://{tmp_path}/{path[7:]}" if path.startswith("file://") else str(tmp_path / path)
+
+    with pytest.raises(ValueError, match=message):
+        consolidate_checkpoint(at(source), at(out), **options)
+
+    assert _tree(tmp_path) == before
+
+
+@pytest.mark.filterwarnings("ignore:Left out, because safetensors")
+def test_a_file_may_be_made_beside_its_source(saved: Path, tmp_path: Path) -> None:
+    shutil.copy(saved / "online.ckpt", tmp_path)
+    (written,) = consolidate_checkpoint(tmp_path / "online.ckpt", tmp_path)
+    _assert_same_weights(load_file(written))
+
+
+def test_a_file_where_a_directory_was_to_be_made(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("mine")
+    with pytest.raises(ValueError, match="without a suffix OUT is a directory"):
+        consolidate_checkpoint(saved / "folder", tmp_path / "plain")
+    assert (tmp_path / "plain").read_text() == "mine"
+
+
+@pytest.mark.filterwarnings("ignore:Left out, because safetensors")
+def test_suffixes_of_any_case(saved: Path, tmp_path: Path) -> None:
+    consolidate_checkpoint(saved / "folder", tmp_path / "C.CKPT", progress=False)
+    check(tmp_path / "C.CKPT", 3)
+    consolidate_checkpoint(tmp_path / "C.CKPT", tmp_path / "A.SafeTensors", progress=False)
+    consolidate_checkpoint(tmp_path / "A.SafeTensors", tmp_path / "b.safetensors", progress=False)
+    _assert_same_weights(load_file(tmp_path / "b.safetensors"))
+
+
+def test_safetensors_do_not_go_into_a_sharded_checkpoint(saved: Path) -> None:
+    before = sorted(path.name for path in (saved / "folder").iterdir())
+    with pytest.raises(ValueError, match="is a sharded checkpoint"):
+        consolidate_checkpoint(saved / "online.ckpt", saved / "folder")
+    assert sorted(path.name for path in (saved / "folder").iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("size", "nbytes"),
+    [
+        ("5GB", 5 * 10**9),
+        ("2GiB", 2 * 2**30),
+        ("1.5 kb", 1500),
+        (7, 7),
+        ("7B", 7),
+        ("7000000", 7_000_000),
+        ("500MB", 500 * 10**6),
+        ("80G", 80 * 10**9),
+        ("1.5 k", 1500),
+        ("80Gi", 80 * 2**30),
+        ("1TB", 10**12),
+    ],
+)
+def test_sizes(size: str | int, nbytes: int) -> None:
+    assert parse_size(size) == nbytes
+
+
+@pytest.mark.parametrize("size", ["", "GB", "-1GB", "0", "1 XB", "1e3", "1iB", "i", True])
+def test_sizes_that_are_none(size: Any) -> None:
+    with pytest.raises(ValueError, match="a size in bytes"):
+        parse_size(size)
+
+
+@pytest.mark.parametrize("out", ["c.ckpt", "c.safetensors"])
+@pytest.mark.parametrize("numel", [1000, 5_000_000], ids=["one piece", "five pieces"])
+def test_a_damaged_source_is_noticed_and_the_old_file_stays(tmp_path: Path, out: str, numel: int) -> None:
+    """Whether a chunk is read in one piece or in several of 4 MiB, its checksum is verified."""
+    ranks = control()
+    whole = {"state_dict": {"w": FlatShard(torch.ones(numel), (numel,), 0)}}
+    save_checkpoint_directory(whole, tmp_path / "folder", ranks, plan_summary={})
+    (tmp_path / out).write_text("old")
+    data = tmp_path / "folder" / "__0_0.distcp"
+    with open(data, "r+b") as file:
+        file.seek(data.stat().st_size // 2)
+        file.write(b"\xff")
+
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp' is damaged.*state_dict\.w"):
+        consolidate_checkpoint(tmp_path / "folder", tmp_path / out, overwrite=True)
+    assert (tmp_path / out).read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [out, "folder"]
+
+
+@pytest.mark.filterwarnings("ignore:Left out")
+@pytest.mark.parametrize("out", ["c.ckpt", "c.safetensors"])
+def test_a_full_disk_leaves_the_old_file(saved: Path, tmp_path: Path, out: str) -> None:
+    (tmp_path / out).write_text("old")
+    _limit_files(500)
+    try:
+        with pytest.raises(CheckpointError, match=f"Could not write '.*{out}': .*File too large"):
+            consolidate_checkpoint(saved / "folder", tmp_path / out, weights_only=True, overwrite=True)
+    finally:
+        _unlimit_files()
+    assert (tmp_path / out).read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == [out]
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+_PEAK = """
+import resource, sys
+from pathlib import Path
+def peak():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
+"""
+
+
+def test_consolidation_needs_no_memory_for_the_model(tmp_path: Path) -> None:
+    """160 MB in two tensors, on top of what the program itself needs."""
+    numel = 20_000_000
+    whole = {"state_dict": {name: FlatShard(torch.zeros(numel), (numel,), 0) for name in ("a", "b")}}
+    save_checkpoint_directory(whole, tmp_path / "folder", control(), plan_summary={})
+    del whole
+    code = _PEAK + (
+        "from lightning_zero.checkpoint.consolidated import consolidate_checkpoint as consolidate\n"
+        "import torch; torch.ones(1).bfloat16()\n"
+        "before = peak()\n"
+        "consolidate('folder', 'c.ckpt')\n"
+        "consolidate('folder', 'c.safetensors', dtype='bfloat16')\n"
+        "print((peak() - before) // 10**6)\n"
+    )
+    stdout, _ = run_script(["-c", code], cwd=tmp_path)
+    assert int(stdout) <= 40
+    assert (tmp_path / "c.ckpt").stat().st_size > 160_000_000
+    assert (tmp_path / "c.safetensors").stat().st_size > 80_000_000
+
+
+def test_saving_one_file_needs_no_memory_for_the_model(tmp_path: Path) -> None:
+    """Two ranks hold 60 MB each and write a file of 120 MB."""
+    numel = 15_000_000
+
+    def rank(number: int) -> int:
+        def peak() -> int:
+            text = Path("/proc/self/status").read_text()
+            return int(text.partition("VmHWM:")[2].split()[0]) * 1024
+
+        whole = {"state_dict": {"w": FlatShard(torch.ones(numel), (2, numel), number * numel)}}
+        before = peak()
+        save_consolidated_file(whole, tmp_path / "c.ckpt", control())
+        return peak() - before
+
+    assert all(nbytes <= 30 * 10**6 for nbytes in run_world(2, rank, timeout=60))
+    assert torch.load(tmp_path / "c.ckpt", mmap=True)["state_dict"]["w"].sum() == 2 * numel
+
+
+# ----------------------------------------------------------------------------------------------------------- training
+
+
+class Model(pl.LightningModule):
+    """With everything a checkpoint carries: tied weights, a buffer, two groups, a parameter without a gradient."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList([nn.Linear(width, width) for _ in range(3)])
+        self.blocks[2].weight = self.blocks[0].weight
+        self.unused = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.full((5,), 2.0), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(2))
+        self.at_start: dict[str, Any] = {}
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = torch.randn(4, self.hparams["width"], generator=torch.Generator().manual_seed(int(batch)))
+        self.seen += 1
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return F.mse_loss(x, torch.ones_like(x))
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        groups = [{"params": [p for p in trained if p.ndim < 2]}, {"params": [p for p in trained if p.ndim > 1]}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=40)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_train_start(self) -> None:
+        if not isinstance(self.trainer.strategy, ZeroStrategy):
+            optimizer = self.optimizers(use_pl_optimizer=False)
+            self.at_start = {
+                "weights": {name: p.detach().clone() for name, p in self.named_parameters()},
+                "seen": self.seen.clone(),
+                "step": self.trainer.global_step,
+                "rates": [group["lr"] for group in optimizer.param_groups],
+                "states": {
+                    name: {key: value.clone() for key, value in optimizer.state.get(p, {}).items()}
+                    for name, p in self.named_parameters()
+                },
+            }
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(range(3), batch_size=1)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A stage 3 run of two ranks, saved both ways, and what it held."""
+    folder = tmp_path_factory.mktemp("trained")
+
+    def rank(_: int) -> dict[str, Any]:
+        model = Model()
+        with quiet():
+            trainer = make_trainer(ZeroStrategy(3, units=["Linear"]), max_epochs=2)
+            trainer.fit(model, loader())
+        dumped = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        ranks = control()
+        save_consolidated_file(dumped, folder / "online.ckpt", ranks, plan_summary={})
+        save_checkpoint_directory(dumped, folder / "folder", ranks, plan_summary={})
+        keys = ("step", "exp_avg", "exp_avg_sq")
+        states = {
+            name: {key: full_optimizer_state(model, name, key) for key in keys}
+            for name, p in model.named_parameters()
+            if p.requires_grad and name != "unused"
+        }
+        with full_parameters(model):
+            weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        optimizer = model.optimizers(use_pl_optimizer=False)
+        return {
+            "weights": weights,
+            "seen": model.seen.clone(),
+            "step": trainer.global_step,
+            "rates": [group["lr"] for group in optimizer.param_groups],
+            "states": states,
+        }
+
+    held = run_world(2, rank, timeout=60)[0]
+    consolidate_checkpoint(folder / "folder", folder / "offline.ckpt")
+    return folder, held
+
+
+@pytest.mark.parametrize("name", ["online.ckpt", "offline.ckpt"])
+def test_a_run_goes_on_on_one_device_without_this_package(trained: tuple[Path, dict[str, Any]], name: str) -> None:
+    folder, held = trained
+    model = Model()
+    with quiet():
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=3,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(model, loader(), ckpt_path=folder / name)
+
+    found = model.at_start
+    assert found["step"] == held["step"] == 6
+    assert found["rates"] == held["rates"]
+    assert torch.equal(found["seen"], held["seen"])
+    assert found["weights"].keys() == held["weights"].keys()
+    for key, value in held["weights"].items():
+        assert torch.equal(found["weights"][key], value), key
+    assert {key for key, state in found["states"].items() if state} == held["states"].keys()
+    for key, state in held["states"].items():
+        for part, value in state.items():
+            assert torch.equal(found["states"][key][part], value), (key, part)
+    assert trainer.global_step == 9
+
+
+@pytest.mark.parametrize("name", ["online.ckpt", "offline.ckpt"])
+def test_lightning_makes_a_module_of_the_file(trained: tuple[Path, dict[str, Any]], name: str) -> None:
+    folder, held = trained
+    model = Model.load_from_checkpoint(folder / name, map_location="cpu")
+
+    assert model.hparams["width"] == 6
+    for key, value in model.named_parameters():
+        assert torch.equal(value, held["weights"][key]), key
+    assert torch.equal(model.seen, held["seen"])
+
+
+def test_names_that_peft_has_changed_are_refused(tmp_path: Path) -> None:
+    """``from_pretrained`` would initialise these layers anew."""
+    names = [f"model.base_model.model.h.0.{name}.weight" for name in ("attn.base_layer", "attn.lora_A.default", "norm")]
+    torch.save({"state_dict": {name: torch.ones(2) for name in names}}, tmp_path / "run.ckpt")
+
+    for format in (None, "safetensors"):
+        with pytest.raises(ValueError, match=r"'h\.0\.attn\.base_layer\.weight'.*anew.*format='huggingface'.*'peft'"):
+            consolidate_checkpoint(
+                tmp_path / "run.ckpt", tmp_path / "out", format=format, prefix="model.base_model.model"
+            )
+    assert not (tmp_path / "out").exists()
+    assert consolidate_checkpoint(tmp_path / "run.ckpt", tmp_path / "out", prefix="model")
+
+
+def test_what_cannot_be_written_for_from_pretrained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"state_dict": {"weight": torch.ones(2)}}, tmp_path / "run.ckpt")
+    record = {"prefix": "net.", "class": "Model", "config": "{}", "generation_config": None, "adapted": None}
+    own = {"plan": {"models": [{**record, "adapters": {}}]}}
+    torch.save({"state_dict": {"net.weight": torch.ones(2)}, "lightning_zero": own}, tmp_path / "model.ckpt")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+
+    for source, out, settings, error, words in (
+        ("run", "out", {"format": "peft"}, CheckpointError, "does not say which model it holds"),
+        ("run", "out", {"base": "hub"}, ValueError, "base goes with format='huggingface'"),
+        ("run", "out.ckpt", {"format": "peft"}, ValueError, "contradicts the name"),
+        ("model", "out", {"format": "huggingface"}, ValueError, "transformers, which is not installed"),
+        ("model", "out", {"format": "huggingface", "prefix": "x"}, ValueError, r"Which model is meant\?.*'net\.'"),
+        ("model", "out", {"format": "peft"}, CheckpointError, "a Model without adapters"),
+    ):
+        with pytest.raises(error, match=words):
+            consolidate_checkpoint(tmp_path / f"{source}.ckpt", tmp_path / out, **settings)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.ckpt", "run.ckpt"]

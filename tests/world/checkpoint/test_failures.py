@@ -1,0 +1,204 @@
+"""A save that fails on one rank fails on all, says where and why, leaves nothing behind, and the old one loads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_zero.checkpoint import FlatShard, open_checkpoint, save_checkpoint_directory
+from lightning_zero.checkpoint.background import Saver
+from lightning_zero.errors import CheckpointError
+from tests.helpers.samples import checkpoint, control, end_to_end, load_and_verify
+from tests.helpers.world import run_world
+
+NOBODY = 65534
+
+
+@contextlib.contextmanager
+def file_size_limit(_: Path) -> Iterator[None]:
+    """As a full disk: a file ends at 1000 bytes. (Python ignores SIGXFSZ.)"""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@contextlib.contextmanager
+def no_permission(_: Path) -> Iterator[None]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to be another user for a while")
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@contextlib.contextmanager
+def another_disk(folder: Path) -> Iterator[None]:
+    """The same path leads elsewhere on this rank: a local disk instead of a shared one."""
+    elsewhere = folder.with_name("elsewhere")
+    elsewhere.mkdir(exist_ok=True)
+    os.chdir(elsewhere)
+    try:
+        yield
+    finally:
+        os.chdir(folder)
+
+
+@contextlib.contextmanager
+def too_many_open_files(_: Path) -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+Obstacle = Callable[[Path], contextlib.AbstractContextManager[None]]
+
+CASES: list[tuple[Obstacle, int, str]] = [
+    (file_size_limit, 0, "File too large"),
+    (file_size_limit, 2, "File too large"),
+    (no_permission, 0, "Permission denied"),
+    (no_permission, 1, "Permission denied"),
+    (another_disk, 1, "is not the folder that rank 0 sees: use a shared file system"),
+    (too_many_open_files, 1, "Too many open files"),
+]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["now", "background"])
+@pytest.mark.parametrize(("obstacle", "failing", "reason"), CASES)
+def test_a_failure_of_one_rank(
+    tmp_path: Path, obstacle: Obstacle, failing: int, reason: str, asynchronous: bool
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    # Every rank has a working directory of its own, so that this path may lead elsewhere on one of them.
+    path = Path("/proc/self/cwd/last.ckpt")
+
+    def rank(number: int) -> str:
+        os.chdir(folder)
+        saver = Saver(control())
+
+        def save(version: int) -> None:
+            content = checkpoint(version, end_to_end, control())
+            saver.save(
+                lambda content, ranks: save_checkpoint_directory(content, path, ranks, plan_summary={}),
+                content,
+                what="save",
+                asynchronous=asynchronous,
+            )
+            saver.wait()
+
+        save(1)
+        with obstacle(folder) if number == failing else contextlib.nullcontext():
+            with pytest.raises(CheckpointError) as caught:
+                save(2)
+            control().barrier()
+        load_and_verify(path, 1)
+        control().barrier()
+        save(3)
+        load_and_verify(path, 3)
+        return str(caught.value)
+
+    messages = run_world(3, rank, timeout=30)
+    assert messages[0] == messages[1] == messages[2]
+    assert f"failed on rank {failing}." in messages[0]
+    assert reason in messages[0]
+    assert str(path) in messages[0]
+    assert [entry.name for entry in folder.iterdir()] == ["last.ckpt"]
+    assert list(tmp_path.glob("elsewhere/*")) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 3 MiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(path)], capture_output=True)
+    if mount.returncode != 0:
+        pytest.skip("needs permission to mount")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_a_full_disk(small_disk: Path) -> None:
+    path = small_disk / "last.ckpt"
+
+    def rank(number: int) -> str:
+        def content(numel: int) -> dict[str, Any]:
+            local = torch.full((numel if number == 1 else 10,), float(numel))
+            shape = (10 + numel,)
+            return {"state_dict": {"w": FlatShard(local, shape, 10 * number)}}
+
+        def save(numel: int) -> None:
+            save_checkpoint_directory(content(numel), path, control(), plan_summary={})
+
+        save(300_000)  # 1.2 MB
+        with pytest.raises(CheckpointError) as caught:
+            save(600_000)
+        control().barrier()
+        loaded = open_checkpoint(path, control())["state_dict"]["w"].read()
+        assert loaded.shape == (300_010,)
+        assert loaded[10:].eq(300_000).all()
+        control().barrier()
+        save(310_000)
+        return str(caught.value)
+
+    for message in run_world(2, rank, timeout=30):
+        assert re.search("rank 1: OSError.* No space left on device", message), message
+    assert [entry.name for entry in small_disk.iterdir()] == ["last.ckpt"]
+
+
+class Unwritable:
+    """A value of the checkpoint that cannot be pickled."""
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("cannot be pickled")
+
+
+@pytest.mark.parametrize("key", ["state_dict", "callbacks"])
+def test_a_value_that_cannot_be_written(tmp_path: Path, key: str) -> None:
+    def rank(_: int) -> str:
+        for version in (1, 2):
+            content = checkpoint(version, end_to_end, control())
+            if version == 1:
+                save_checkpoint_directory(content, tmp_path / "c", control(), plan_summary={})
+                continue
+            content[key]["odd"] = Unwritable()
+            with pytest.raises(CheckpointError) as caught:
+                save_checkpoint_directory(content, tmp_path / "c", control(), plan_summary={})
+        load_and_verify(tmp_path / "c", 1)
+        return str(caught.value)
+
+    for message in run_world(2, rank, timeout=30):
+        assert "failed on rank 0." in message
+        assert "cannot be pickled" in message
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
+
+
+def test_nothing_is_left_in_the_folder_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    url = "memory://left/c"
+    save_checkpoint_directory(checkpoint(1, end_to_end, control()), url, control(), plan_summary={})
+    with file_size_limit(tmp_path), pytest.raises(CheckpointError, match="File too large"):
+        save_checkpoint_directory(checkpoint(2, end_to_end, control()), url, control(), plan_summary={})
+    assert list(tmp_path.iterdir()) == []

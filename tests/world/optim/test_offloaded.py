@@ -1,0 +1,557 @@
+"""Steps on masters in host memory and in files are, bit for bit, the steps on whole parameters."""
+
+from __future__ import annotations
+
+import copy
+import errno
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.config import Tier
+from lightning_zero.errors import OffloadError, UnsupportedOptimizerError
+from lightning_zero.extensions.nvme.files import FileTensor, fill_from
+from lightning_zero.extensions.nvme.store import NvmeStore
+from lightning_zero.optim.rules import check_offloadable
+from tests.helpers.rig import SMALLEST, Rig, Whole, looking
+from tests.helpers.stores import Disk, fail
+from tests.helpers.world import run_world
+from tests.world.optim.test_optimizers import ELEMENTWISE, FUSED
+
+optim = torch.optim
+Make = Callable[[list[nn.Parameter]], Optimizer]
+StoreOf = Callable[..., NvmeStore]
+
+
+@pytest.fixture
+def store_of(tmp_path: Path) -> Iterator[StoreOf]:
+    opened: list[NvmeStore] = []
+
+    def make(nbytes: int = SMALLEST, **settings: Any) -> NvmeStore:
+        settings = {"rank": 0, "world_size": 1, "io_threads": 2, "device": torch.device("cpu"), **settings}
+        opened.append(NvmeStore(str(tmp_path), buffer_nbytes=nbytes, **settings))
+        return opened[-1]
+
+    yield make
+    for store in opened:
+        store.close()
+    assert not list(tmp_path.iterdir())
+
+
+def two_groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.003}]
+
+
+def variants() -> dict[str, Make]:
+    found: dict[str, Make] = {}
+    for name, (cls, options) in ELEMENTWISE.items():
+        for flag in ({}, {"foreach": True}, {"fused": True}):
+            if flag == {"fused": True} and name not in FUSED:
+                continue
+            label = f"{name} {flag}"
+            found[label] = lambda p, c=cls, o={**options, **flag}: c(two_groups(p), **o)
+    return found
+
+
+@pytest.mark.parametrize("name", variants())
+def test_host_and_disk_are_exact(name: str, store_of: StoreOf) -> None:
+    make = variants()[name]
+    always = name == "sgd momentum {'fused': True}"  # torch's cannot take a parameter whose first gradient comes late
+    whole = Whole(make, always=always)
+    rigs = [Rig(make, Tier.HOST, rank, 3, always=always) for rank in range(3)]
+    rigs += [Rig(make, Tier.DISK, rank, 2, store_of(), always=always) for rank in range(2)]
+    rigs += [Rig(make, Tier.DISK, 0, 1, store_of(), always=always)]
+    for step in range(4):
+        whole.step(step)
+        for rig in rigs:
+            rig.step(step)
+    assert {f"{rig.tier} {rig.rank} of {rig.world_size}": whole.unlike(rig) for rig in rigs} == {
+        f"{rig.tier} {rig.rank} of {rig.world_size}": [] for rig in rigs
+    }
+    for rig in rigs:
+        assert rig.stepped == [0, 1, 2] * 4
+        assert rig.agreed in ([None] * 4, [None] * 5)  # on disk once more, for the room of the state
+        if rig.tier is Tier.DISK:
+            assert all(torch.equal(flat.weights, flat.master.read()) for flat in rig.flats)
+
+
+TIERS = [Tier.HOST, Tier.DISK]
+
+
+def adam(parameters: list[nn.Parameter]) -> Optimizer:
+    return optim.Adam(two_groups(parameters), lr=0.01)
+
+
+@pytest.fixture
+def rig_of(store_of: StoreOf) -> Callable[..., Rig]:
+    """A rig on either tier, with the least memory for windows."""
+
+    def make(make: Make, tier: Tier, *args: Any, **settings: Any) -> Rig:
+        return Rig(make, tier, *args, store=store_of() if tier is Tier.DISK else None, **settings)
+
+    return make
+
+
+Counting = Callable[[list[nn.Parameter]], Any]
+RigOf = Callable[..., Rig]
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_parameters_of_other_dtypes(tier: Tier, dtype: torch.dtype, rig_of: RigOf) -> None:
+    whole = Whole(adam, dtype)
+    rigs = [rig_of(adam, tier, rank, 2, dtype=dtype) for rank in range(2)]
+    for step in range(3):
+        whole.step(step)
+        for rig in rigs:
+            rig.step(step)
+    assert [whole.unlike(rig) for rig in rigs] == [[], []]
+
+
+def test_a_parameter_is_stepped_on_in_several_windows(rig_of: RigOf) -> None:
+    """Of at most 4096 elements each here, from multiples of it; what nobody steps on is not read."""
+    rig = rig_of(adam, Tier.DISK)
+    rig.step(0)  # parameter 4, the 4100 elements of unit 1, has no gradient
+    of_flat = {flat: [w[1:] for w in rig.windows if w[0] is flat] for flat in rig.flats}
+    # 9100 + 130 elements, aligned: 9152 + 130, padded to 9344; () alone (and an empty one); nothing; 64 + 12352 + 64
+    assert [of_flat[flat] for flat in rig.flats] == [
+        [(0, 4096), (4096, 4096), (8192, 9344 - 8192)],
+        [(0, 64)],
+        [],
+        [(0, 4096), (4096, 4096), (8192, 4096), (12288, 192)],
+    ]
+    rig.windows.clear()
+    rig.step(3)  # without the 12345 elements in the middle
+    assert [w[1:] for w in rig.windows if w[0] is rig.flats[-1]] == [(0, 4096), (12288, 192)]
+
+
+def test_state_rests_in_files_and_scalars_in_memory(rig_of: RigOf) -> None:
+    rig = rig_of(adam, Tier.DISK)
+    before = rig.store.nbytes_on_disk
+    rig.step(0)
+    assert rig.store.nbytes_on_disk == before  # all of it was reserved when the optimizer was adapted
+    kinds = {
+        (key, type(value), value.numel() > 0) for state in rig.adapter.state.values() for key, value in state.items()
+    }
+    assert kinds == {
+        ("step", Tensor, True),
+        ("exp_avg", FileTensor, True),
+        ("exp_avg_sq", FileTensor, True),
+        ("exp_avg", Tensor, False),  # of the empty parameter
+        ("exp_avg_sq", Tensor, False),
+    }
+    known = [parameter for group in rig.optimizer.param_groups for parameter in group["params"]]
+    assert set(rig.optimizer.state) <= set(known) == set(rig.parameters)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_state_that_comes_later(tier: Tier, rig_of: RigOf) -> None:
+    """Momentum switched on in the middle: nobody could know of the buffer when the room for state was reserved."""
+
+    def sgd(parameters: list[nn.Parameter]) -> Optimizer:
+        return optim.SGD(two_groups(parameters), lr=0.05, momentum=0.0)
+
+    whole, rig = Whole(sgd), rig_of(sgd, tier)
+    for step in range(4):
+        for optimizer in (whole.optimizer, rig.optimizer):
+            for group in optimizer.param_groups:
+                group["momentum"] = 0.9 if step >= 2 else 0.0
+        whole.step(step)
+        rig.step(step)
+    assert any(whole.optimizer.state.values())
+    assert whole.unlike(rig) == []
+
+
+def test_state_that_is_replaced_instead_of_updated(rig_of: RigOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New tensors in the place of its state in every step, and new memory behind its parameters."""
+
+    def make(parameters: list[nn.Parameter]) -> Optimizer:
+        def replace(group: dict[str, Any]) -> None:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data = parameter.data.clone()
+                    state = optimizer.state[parameter]
+                    state.update({key: value.clone() for key, value in state.items()})
+
+        optimizer: Optimizer = looking(monkeypatch, torch.optim.Adam(two_groups(parameters), lr=0.01), replace)
+        return optimizer
+
+    whole, rig = Whole(make), rig_of(make, Tier.DISK)
+    for step in range(3):
+        whole.step(step)
+        rig.step(step)
+    assert whole.unlike(rig) == []
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_group_added_later(tier: Tier, rig_of: RigOf) -> None:
+    def first(parameters: list[nn.Parameter]) -> Optimizer:
+        return optim.AdamW(parameters[:2], lr=0.01)
+
+    whole, rig = Whole(first), rig_of(first, tier)
+    for step in range(4):
+        if step == 2:
+            for optimizer, parameters in ((whole.optimizer, whole.parameters), (rig.optimizer, rig.parameters)):
+                optimizer.add_param_group({"params": parameters[2:], "lr": 0.1})
+        whole.step(step)
+        rig.step(step)
+    assert whole.unlike(rig) == []
+    assert rig.stepped == [0, 0, 0, 1, 2, 0, 1, 2]
+
+
+def move(groups: list[dict[str, Any]]) -> None:
+    groups[1]["params"].append(groups[0]["params"].pop(1))
+
+
+EDITS: list[Callable[[list[dict[str, Any]]], Any]] = [
+    move,
+    lambda groups: groups.reverse(),
+    lambda groups: groups.pop(),
+]
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_groups_that_the_user_changes(tier: Tier, rig_of: RigOf) -> None:
+    """Parameters move from one to the other, groups change places, and go."""
+    whole, rig = Whole(adam), rig_of(adam, tier)
+    for step in range(4):
+        for optimizer in (whole.optimizer, rig.optimizer):
+            if step:
+                EDITS[step - 1](optimizer.param_groups)
+        whole.step(step)
+        rig.step(step)
+        assert whole.unlike(rig) == []
+    names = [entry.name for entry in rig.owned.values()]
+    left = [names[i] for i, p in enumerate(whole.parameters) if p in set(whole.optimizer.param_groups[0]["params"])]
+    assert sorted(entry.name for entry in rig.adapter.groups[0]) == sorted(left)
+    assert list(rig.adapter.units) == sorted({entry.unit for entry in rig.adapter.groups[0]})
+
+
+def test_groups_that_cannot_be_stepped_on(rig_of: RigOf) -> None:
+    rig = rig_of(adam, Tier.HOST)
+    first, second = rig.optimizer.param_groups
+    second["params"].append(nn.Parameter(torch.zeros(7)))
+    with pytest.raises(ValueError, match=r"param group 1, holds a parameter of shape \(7,\)"):
+        rig.step(0)
+    second["params"][-1] = first["params"][0]
+    with pytest.raises(ValueError, match=r"'unit0.p0' twice, in param groups 0 and 1"):
+        rig.step(0)
+
+
+def amsgrad(parameters: list[nn.Parameter]) -> Optimizer:
+    return optim.Adam(two_groups(parameters), lr=0.01, amsgrad=True)
+
+
+def test_parameters_of_16_bit_are_cut_for_one_thread_only(counting: Counting) -> None:
+    """Torch's kernels round otherwise where what a thread gets ends. In a process that forks no others."""
+
+    def run(rank: int) -> list[int]:
+        found = []
+        for threads in (1, 3):
+            rig = Rig(counting, Tier.HOST, threads=threads, dtype=torch.bfloat16, always=True)
+            rig.optimizer.most = 0
+            rig.step(0)
+            found.append(rig.optimizer.most)
+        return found
+
+    assert run_world(1, run, init_group=False) == [[1024, 12345]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is seen of a step from outside
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_step_hooks_and_schedulers_see_one_step(tier: Tier, rig_of: RigOf) -> None:
+    """Hooks may change gradients before, and find them afterwards, whenever they were registered."""
+    seen: list[tuple[str, int]] = []
+
+    def halve(which: str) -> Callable[..., None]:
+        def hook(optimizer: Optimizer, *_: Any) -> None:
+            shards = (e.parameter for e in rig.owned.values())  # what a binding shows of them, without an engine
+            held = rig.parameters if optimizer is rig.optimizer else whole.parameters
+            assert {id(p) for group in optimizer.param_groups for p in group["params"]} == set(map(id, held))
+            gradients = [p.grad for p in (shards if optimizer is rig.optimizer else held) if p.grad is not None]
+            for gradient in gradients:
+                gradient.mul_(0.5)
+            seen.append((which, len(gradients)))
+
+        return hook
+
+    def early(optimizer: Optimizer) -> None:
+        optimizer.register_step_pre_hook(halve("early before"))
+        optimizer.register_step_post_hook(halve("early after"))
+
+    def late(optimizer: Optimizer) -> None:
+        optimizer.register_step_pre_hook(halve("late before"))
+        optimizer.register_step_post_hook(halve("late after"))
+
+    whole, rig = Whole(adam), rig_of(adam, tier, adapt=early)
+    early(whole.optimizer)
+    late(whole.optimizer)
+    late(rig.optimizer)
+    schedulers = [optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in (whole.optimizer, rig.optimizer)]
+    for step in range(3):
+        seen.clear()
+        whole.step(step)
+        expected = list(seen)
+        seen.clear()
+        rig.step(step)
+        assert seen == expected
+        assert [which for which, _ in seen] == ["early before", "late before", "early after", "late after"]
+        for scheduler in schedulers:
+            scheduler.step()  # warns, which is an error here, of an optimizer that has not stepped
+    assert whole.unlike(rig) == []
+    assert schedulers[1].get_last_lr() == schedulers[0].get_last_lr()
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_gradients_and_groups_are_as_before_a_step(tier: Tier, rig_of: RigOf) -> None:
+    rate = torch.tensor(0.01)
+    rig = rig_of(lambda p: optim.Adam(two_groups(p), lr=rate, foreach=False), tier)
+    rig.set_gradients(0)
+    shards = [entry.parameter for entry in rig.owned.values()]
+    groups = [(id(group), dict(group), list(group["params"])) for group in rig.optimizer.param_groups]
+    gradients = [(id(shard.grad), None if shard.grad is None else shard.grad.clone()) for shard in shards]
+    rig.optimizer.step()
+    for group, (identity, options, parameters) in zip(rig.optimizer.param_groups, groups, strict=True):
+        assert id(group) == identity
+        assert group.keys() == options.keys()
+        assert all(group[key] is options[key] for key in options if key != "params")
+        assert [id(p) for p in group["params"]] == [id(p) for p in parameters]
+    for shard, (identity, gradient) in zip(shards, gradients, strict=True):
+        assert id(shard.grad) == identity
+        assert gradient is None or torch.equal(shard.grad, gradient)
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
+    """It notes how many threads it is run with and the elements of a parameter, and raises when told to."""
+
+    def make(parameters: list[nn.Parameter]) -> Any:
+        def count(group: dict[str, Any]) -> None:
+            if any(p.grad is not None for p in group["params"]):
+                optimizer.threads.add(torch.get_num_threads())
+                optimizer.most = max(optimizer.most, *(p.numel() for p in group["params"]), 0)
+                optimizer.fail_in -= 1
+                if optimizer.fail_in == 0:
+                    raise ArithmeticError("made to fail")
+
+        optimizer = looking(monkeypatch, torch.optim.Adam(two_groups(parameters), lr=0.01), count)
+        optimizer.threads, optimizer.fail_in, optimizer.most = set(), float("inf"), 0
+        return optimizer
+
+    return make
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_threads_of_the_step(tier: Tier, tmp_path: Path, counting: Counting) -> None:
+    """In a process of its own: one that has computed with several threads cannot fork others any more."""
+
+    def run(rank: int) -> list[int]:
+        store = NvmeStore(
+            str(tmp_path), rank=0, world_size=1, buffer_nbytes=SMALLEST, io_threads=1, device=torch.device("cpu")
+        )
+        rig = Rig(counting, tier, store=store, threads=3)
+        rig.optimizer.threads.clear()
+        rig.step(0)
+        found = [*rig.optimizer.threads, torch.get_num_threads()]
+        rig.optimizer.fail_in = 1
+        with pytest.raises(OffloadError):
+            rig.step(1)
+        store.close()
+        return [*found, torch.get_num_threads()]
+
+    assert run_world(1, run, init_group=False) == [[3, 1, 1]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Failures
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("fail_in", [1, 3, 5])
+def test_an_optimizer_that_raises_publishes_all_units_and_agrees(
+    tier: Tier, fail_in: int, rig_of: RigOf, counting: Counting
+) -> None:
+    """So that no other rank waits for this one; and nothing temporary is left."""
+    rig = rig_of(counting, tier)
+    rig.step(0)
+    agreements = len(rig.agreed)
+    rig.stepped.clear()
+    rig.optimizer.fail_in = fail_in
+    with pytest.raises(OffloadError, match="made to fail"):
+        rig.step(1)
+    assert rig.stepped == [0, 1, 2]
+    assert [type(failure) for failure in rig.agreed[agreements:]] == [ArithmeticError]
+    shards = [entry.parameter for entry in rig.owned.values()]
+    assert any(shard.grad is not None for shard in shards)
+    users = {id(parameter) for parameter in rig.parameters}
+    assert {id(p) for group in rig.optimizer.param_groups for p in group["params"]} == users
+    assert {id(p) for p in rig.optimizer.state} <= users
+    assert {id(p) for p in rig.adapter.state} <= {id(shard) for shard in shards}
+    rig.adapter.abandon()
+    rig.stepped.clear()
+    rig.optimizer.fail_in = float("inf")
+    rig.step(2)
+    assert rig.stepped == [0, 1, 2]
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_publishing_that_fails_is_not_tried_again(tier: Tier, rig_of: RigOf) -> None:
+    """The wire is broken then: to go on with collectives would only hang."""
+    rig = rig_of(adam, tier)
+    agreements = len(rig.agreed)
+    rig.broken = 1, ConnectionError("lost the others")
+    with pytest.raises(ConnectionError, match="lost the others"):
+        rig.step(0)
+    assert rig.stepped == [0, 1]
+    assert len(rig.agreed) == agreements
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_a_disk_that_breaks_in_a_step(kind: str, store_of: StoreOf) -> None:
+    disk = Disk()
+    rig = Rig(adam, Tier.DISK, store=store_of(system=disk))
+    rig.step(0)
+    rig.stepped.clear()
+    disk.before = fail(kind, errno.EIO)
+    with pytest.raises(OffloadError, match=f"Rank 0.*{kind[:4]}.*Input/output error"):
+        rig.step(1)
+    assert rig.stepped == [0, 1, 2]
+    disk.before = None
+    rig.adapter.abandon()
+
+
+@pytest.mark.parametrize("adam", [adam, lambda p: optim.Adagrad(two_groups(p), lr=0.1)], ids=["lazy", "eager"])
+def test_a_disk_without_room_for_the_state_is_noticed_at_set_up(adam: Make, store_of: StoreOf) -> None:
+    disk = Disk()
+    store = store_of(system=disk)
+    # 104,192 bytes of state for Adagrad, twice that for Adam, and the rest of each region's last page.
+    with pytest.raises(OffloadError, match=r"(118784|237568) bytes\) are needed and .*1000 bytes\) are free"):
+        Rig(adam, Tier.DISK, store=store, adapt=lambda optimizer: setattr(disk, "free", 1000))
+    disk.free, disk.full = None, False
+    with pytest.raises(OffloadError, match="No space left"):
+        Rig(adam, Tier.DISK, store=store, adapt=lambda optimizer: setattr(disk, "full", True))
+
+
+class Muon(torch.optim.Muon):
+    """Only matrices."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__([p for p in parameters if p.ndim == 2], lr=0.1)
+
+
+REFUSED: dict[str, tuple[Make, Tier, str]] = {
+    "muon in files": (Muon, Tier.DISK, "Muon needs whole parameters .* Use HostOffload"),
+    "capturable": (lambda p: optim.Adam(p, capturable=True), Tier.HOST, "capturable=False, or leave `offload` out"),
+    "differentiable": (lambda p: optim.SGD(p, differentiable=True), Tier.DISK, "differentiable=False"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_optimizers_that_cannot_be_stepped_on_there(name: str, rig_of: RigOf) -> None:
+    make, tier, message = REFUSED[name]
+    with pytest.raises(UnsupportedOptimizerError, match=message):
+        rig_of(make, tier)
+
+
+def test_whole_matrices_on_the_host_of_an_accelerator_are_refused() -> None:
+    muon = Muon([nn.Parameter(torch.zeros(2, 2))])
+    for tier in Tier:
+        check_offloadable(muon, "Muon", "whole", Tier.DEVICE, torch.device("cuda"))
+        check_offloadable(muon, "Muon", "elementwise", tier, torch.device("cuda"))
+    check_offloadable(muon, "Muon", "whole", Tier.HOST, torch.device("cpu"))
+    with pytest.raises(UnsupportedOptimizerError, match="put together on the cuda device, where offload"):
+        check_offloadable(muon, "Muon", "whole", Tier.HOST, torch.device("cuda"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# State that is loaded, and files that are used again
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_state_goes_from_one_tier_to_the_other(tier: Tier, rig_of: RigOf) -> None:
+    """By name, as a checkpoint does it; options that say how to step stay those of the run."""
+    whole, source = Whole(adam), rig_of(adam, Tier.HOST if tier is Tier.DISK else Tier.DISK, 1, 2)
+    for step in range(2):
+        whole.step(step)
+        source.step(step)
+    target = rig_of(adam, tier, 1, 2)
+    for ours, theirs in zip(target.owned.values(), source.owned.values(), strict=True):
+        fill_from(ours.data, theirs.data)
+    groups = [{**group, "lr": 0.5, "capturable": True} for group in source.optimizer.param_groups]
+    for optimizer in (whole.optimizer, source.optimizer):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.5
+    state = source.adapter.named_state()
+    for values in state.values():
+        values.values.update({key: value.clone() for key, value in values.values.items()})
+        if tier is Tier.DISK:
+            values.slices.update({key: value.clone() for key, value in values.slices.items()})
+    target.adapter.load_named_state(state, groups)
+    assert whole.unlike(target) == []
+    slices = [v for state in target.adapter.state.values() for v in state.values() if v.dim() and v.numel()]
+    assert {type(value) for value in slices} == {FileTensor if tier is Tier.DISK else Tensor}
+    for rig in (source, target):
+        rig.step(2)
+    whole.step(2)
+    assert whole.unlike(source) == whole.unlike(target) == []
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_state_that_the_user_puts_into_the_optimizer(tier: Tier, rig_of: RigOf) -> None:
+    """With torch's own ``load_state_dict``, and by clearing it."""
+    whole, rig = Whole(adam), rig_of(adam, tier)
+    saved: list[dict[str, Any]] = []
+    for step in range(4):
+        for optimizer in (whole.optimizer, rig.optimizer):
+            if step == 1:
+                saved.append(copy.deepcopy(optimizer.state_dict()))
+            if step == 2:
+                optimizer.load_state_dict(saved.pop(0))
+            if step == 3:
+                optimizer.state.clear()
+        whole.step(step)
+        rig.step(step)
+    assert whole.unlike(rig) == []
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_no_state_is_kept_while_other_state_is_read(tier: Tier, rig_of: RigOf) -> None:
+    rig = rig_of(adam, tier)
+    rig.step(0)
+    before = [ref(value) for state in rig.adapter.state.values() for value in state.values()]
+    room = rig.store.nbytes_on_disk if rig.store else 0
+    rig.adapter.make_room()
+    assert not any(held() is not None for held in before)
+    for entry in rig.owned.values():
+        place = rig.adapter.homes.slice_for(entry, "exp_avg", torch.float32)
+        assert (place.shape, place.dtype) == ((entry.place.numel,), torch.float32)
+        assert isinstance(place, FileTensor) == (tier is Tier.DISK and entry.place.numel > 0)
+    assert room == (rig.store.nbytes_on_disk if rig.store else 0)
+
+
+def test_a_second_fit_uses_the_files_of_the_first(store_of: StoreOf) -> None:
+    rig = Rig(adam, Tier.DISK, store=store_of())
+    for step in range(2):
+        rig.step(step)
+    room = rig.store.nbytes_on_disk
+    rig.adapter.retire()
+    assert not rig.optimizer.state
+    rig.adapt(adam(rig.parameters))
+    whole = Whole(adam)
+    for step in range(2):
+        whole.step(step)
+    whole.optimizer = adam(whole.parameters)
+    for step in range(2, 4):
+        whole.step(step)
+        rig.step(step)
+    assert whole.unlike(rig) == []
+    assert rig.store.nbytes_on_disk == room

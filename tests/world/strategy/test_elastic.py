@@ -1,0 +1,660 @@
+"""A checkpoint of any stage at any world size resumes in any other."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from lightning_zero import CheckpointPolicy, ZeroPrecision
+from lightning_zero.checkpoint import open_checkpoint
+from lightning_zero.comm import ControlGroup
+from lightning_zero.optim.gradients import LossScaler
+from lightning_zero.session.state import ModuleState
+from tests.helpers.resumed import WIDTH, Everything, run
+from tests.helpers.runs import STAGES, _differences, batches, quiet, raised, values_of, zero
+from tests.helpers.training import make_trainer
+from tests.helpers.world import run_world
+
+WORLDS = (1, 2, 3)
+# Sums over 12 rows in another order, through a step of AdamW.
+BOUND = 1e-5
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], list[dict[str, Any]]]:
+    """What each (world, stage) did, by rank, and where it saved, under ``"path"``."""
+    root = tmp_path_factory.mktemp("saved")
+
+    def save(rank: int, world: int) -> dict[str, Any]:
+        with quiet():
+            return {
+                name: run(zero(stage), Everything(), save=root / f"{world} {name}", epochs=2)
+                for name, stage in STAGES.items()
+            }
+
+    found = {}
+    for world in WORLDS:
+        results = run_world(world, save, world)
+        for name in STAGES:
+            found[world, name] = [{**result[name], "path": root / f"{world} {name}"} for result in results]
+    return found
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+def test_ranks_of_this_world_cut_parameters_within_rows(world: int) -> None:
+    """What the matrix below relies on: a part that begins at a parameter's first element is easily right."""
+
+    def starts(rank: int) -> list[str]:
+        with quiet():
+            trainer, module = make_trainer(zero(3)), Everything()
+            trainer.fit(module, batches(1))
+        shards = trainer.strategy.engine.shards
+        return [n for n, s in shards.items() if s.start and s.data.numel() and s.start % s.spec.shape[-1]]
+
+    cut = {name for names in run_world(world, starts) for name in names}
+    assert "odd.five" in cut, cut  # of five dimensions
+    assert len(cut) >= 2, cut
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_checkpoint_resumes_at_this_world(world: int, saved: Any) -> None:
+    """Bitwise what was saved; then the uninterrupted run, bit for bit at the same world size, else within rounding.
+
+    At the same world size every stage follows every other. Else one follows each, another one for every pair of world
+    sizes: three of the nine pairs of stages each time, and every pair of stages at two pairs of world sizes.
+    """
+    stages = list(STAGES)
+
+    def resume(rank: int) -> list[str]:
+        wrong = []
+        for (old_world, old_stage), expected in saved.items():
+            follower = stages[(stages.index(old_stage) + WORLDS.index(world) + WORLDS.index(old_world)) % 3]
+            for name in stages if world == old_world else [follower]:
+                stage = STAGES[name]
+                with quiet():
+                    result = run(zero(stage), Everything(seed=5), resume=expected[0]["path"], epochs=2)
+                at = f"saved at {old_world}, {old_stage}; resumed at {world}, {name}"
+                wrong += _differences(expected[0]["at"], result["at"], 0.0, f"{at}: restored")[:3]
+                if world == old_world:
+                    wrong += _differences(expected[rank]["losses"], result["losses"], 0.0, f"{at}: losses")
+                bound = 0.0 if world == old_world else BOUND
+                wrong += _differences(expected[0]["end"], result["end"], bound, f"{at}: at the end")[:3]
+        return wrong
+
+    for wrong in run_world(world, resume, timeout=200):
+        assert not wrong, "\n".join(wrong[:10])
+
+
+class SeveralOptimizers(Everything):
+    """Muon and Adafactor at owner ranks, AdamW on slices; manual optimization."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.blocks.parameters() if p.ndim == 2]
+        vectors = [p for p in self.blocks.parameters() if p.ndim != 2]
+        rest = [p for p in self.parameters() if all(p is not q for q in self.blocks.parameters())]
+        optimizers = [
+            torch.optim.Muon(matrices, lr=0.01),
+            torch.optim.Adafactor([{"params": vectors}, {"params": [self.stem.weight]}], lr=0.02),
+            torch.optim.AdamW([p for p in rest if p is not self.stem.weight], lr=0.01),
+        ]
+        schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9) for optimizer in optimizers]
+        return optimizers, schedulers
+
+
+def test_several_optimizers_of_whole_matrices_resume_at_other_worlds(tmp_path: Path) -> None:
+    """Momentum and factored statistics live at owner ranks, which are others in each world."""
+
+    def save(rank: int) -> dict[str, Any]:
+        with quiet():
+            return run(zero(2), SeveralOptimizers(), save=tmp_path / "saved")
+
+    expected = run_world(2, save)
+    keys = {name.split(" ", 1)[0] + name.rsplit(" ", 1)[1] for name in expected[0]["at"]["states"]}
+    assert {"0momentum_buffer", "1row_var", "1variance", "2exp_avg"} <= keys
+
+    def resume(rank: int, world: int) -> list[str]:
+        wrong = []
+        for name, stage in STAGES.items():
+            with quiet():
+                result = run(zero(stage), SeveralOptimizers(seed=5), resume=tmp_path / "saved")
+            wrong += _differences(expected[0]["at"], result["at"], 0.0, f"{name}: restored")
+            bound = 0.0 if world == 2 else 1e-4
+            wrong += _differences(expected[0]["end"], result["end"], bound, f"{name}: at the end")
+        return wrong
+
+    for world in (1, 2, 3):
+        for wrong in run_world(world, resume, world):
+            assert not wrong, f"world {world}: " + "\n".join(wrong[:10])
+
+
+def test_the_loss_scale_follows_to_another_world_and_stage(tmp_path: Path) -> None:
+    def train(rank: int, stage: int, resume: bool) -> dict[str, Any]:
+        precision = ZeroPrecision("16-mixed", scaler=LossScaler(init_scale=2.0**8, growth_interval=2))
+        where = {"resume": tmp_path / "saved"} if resume else {"save": tmp_path / "saved"}
+        scales: dict[str, Any] = {}
+
+        class Scale(pl.Callback):
+            def on_train_start(self, *_: Any) -> None:
+                scales["start"] = precision.state_dict()
+
+            def on_save_checkpoint(self, *_: Any) -> None:
+                scales["saved"] = precision.state_dict()
+
+        with quiet():
+            result = run(zero(stage), Everything(), plugins=[precision], callbacks=[Scale()], **where)
+        return {**result, **scales, "end scale": precision.state_dict()}
+
+    expected = run_world(2, train, 3, False)[0]
+    assert expected["saved"]["scale"] == 2.0**9  # grown once in 3 steps
+    for world, stage in ((3, 1), (1, 3)):
+        for result in run_world(world, train, stage, True):
+            assert result["start"] == expected["saved"]
+            assert result["end scale"] == expected["end scale"]
+            assert not _differences(expected["at"], result["at"], 0.0, "restored")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models that are not the saved one
+
+
+class Changed(Everything):
+    """``odd`` is called ``strange``, the last block is gone, there is a new layer, ``frozen`` has another shape."""
+
+    def __init__(self, reshape: bool = False) -> None:
+        super().__init__(seed=5)
+        self.strange = self.odd
+        del self.odd
+        del self.blocks[1]
+        self.new = nn.Linear(WIDTH, WIDTH)
+        if reshape:
+            self.frozen = nn.Linear(WIDTH, 2 * WIDTH).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.frozen(self.new(self.blocks[0](self.strange(self.stem(x))))))
+
+
+@pytest.fixture(scope="module")
+def at_two(saved: Any) -> dict[str, Any]:
+    """The checkpoint of stage 3 at world 2."""
+    return saved[2, "stage 3"][0]
+
+
+def refusal(path: Path, module: Everything, stage: int) -> str:
+    """What resuming ``module`` raised."""
+    errors: list[str] = []
+    with raised(errors), quiet():
+        run(zero(stage), module, resume=path)
+    return errors[0] if errors else "nothing"
+
+
+@pytest.mark.parametrize("reshape", [False, True], ids=["names", "shapes"])
+def test_what_does_not_fit_is_reported_as_by_torch(reshape: bool, at_two: Any) -> None:
+    """Missing, unexpected and differently shaped, word for word, on every rank."""
+
+    def resume(rank: int) -> list[str]:
+        return [refusal(at_two["path"], Changed(reshape), stage) for stage in (1, 3)]
+
+    state = {**at_two["at"]["weights"], "head.weight": at_two["at"]["weights"]["stem.weight"]}
+    plain = list(Everything().state_dict())
+    with pytest.raises(RuntimeError) as expected:
+        Changed(reshape).load_state_dict({name: state[name] for name in plain})
+    assert 'Missing key(s) in state_dict: "strange.scale"' in str(expected.value)
+    assert ("size mismatch" in str(expected.value)) == reshape
+    for found in run_world(2, resume):
+        assert found == [f"RuntimeError: {expected.value}"] * 2
+
+
+class Dropping(Changed):
+    """Goes on without the weights, and the optimizer state, of what is gone."""
+
+    strict_loading = False
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        own = dict(self.named_parameters())
+        for saved in checkpoint["optimizer_states"]:
+            for name in [name for name in saved["state"] if name not in own]:
+                del saved["state"][name]
+
+
+def test_a_changed_model_takes_what_is_there_when_loading_is_not_strict(at_two: Any) -> None:
+    """Weights and optimizer state by name; new and renamed parameters keep their values and start with fresh state.
+
+    State that nobody takes is an error all the same, unless the module says that it is to go.
+    """
+
+    def resume(rank: int, stage: int) -> dict[str, Any]:
+        module = Changed()
+        module.strict_loading = False
+        assert "state that does not fit AdamW: 'odd.five' (not in the" in refusal(at_two["path"], module, stage)
+        module = Dropping()
+        with quiet(), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            result = run(zero(stage), module, resume=at_two["path"])
+        return {**result, "warnings": [str(w.message) for w in caught if "does not fit" in str(w.message)]}
+
+    fresh = dict(Changed().named_parameters())
+    known = at_two["at"]["weights"]
+    for stage in (2, 3):
+        for rank, result in enumerate(run_world(3, resume, stage)):
+            for name, value in result["at"]["weights"].items():
+                assert torch.equal(value, known.get(name, fresh.get(name))), name
+            states = {k: v for k, v in at_two["at"]["states"].items() if k.split()[1] in result["at"]["weights"]}
+            assert not _differences(states, result["at"]["states"], 0.0, "states")
+            assert all(name in fresh for name in result["end"] if name != "seen")
+            assert any(not torch.equal(result["end"][name], fresh[name]) for name in ("new.weight", "strange.scale"))
+            assert len(result["warnings"]) == (rank == 0)
+        (text,) = run_world(1, resume, stage)[0]["warnings"]
+        assert "6 parameters that it does not know start fresh ('strange.five'" in text
+
+
+class DroppedOnOneRank(Everything):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if dist.get_rank() == 1:
+            del checkpoint["state_dict"]["odd.five"]
+
+
+def test_a_key_that_one_rank_drops_is_an_error_on_all(at_two: Any) -> None:
+    """Nobody is left waiting for the rank that raised."""
+    first, second = run_world(2, lambda rank: refusal(at_two["path"], DroppedOnOneRank(), 3))
+    assert "failed on rank 1.\n  rank 1: RuntimeError on host" in first
+    assert second.startswith("RuntimeError: Error(s) in loading state_dict for DroppedOnOneRank:")
+    for text in (first, second):
+        assert 'Missing key(s) in state_dict: "odd.five".' in text
+
+
+class Renamed(Everything):
+    """Renames, drops and replaces keys of the weights only, as one does for a file."""
+
+    def __init__(self) -> None:
+        super().__init__(seed=5)
+        self.strange = self.odd
+        del self.odd
+        self.strict_loading = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.odd = self.strange
+        try:
+            return super().forward(x)
+        finally:
+            del self.odd
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        weights = checkpoint["state_dict"]
+        for name in [name for name in weights if name.startswith("odd.")]:
+            weights[name.replace("odd.", "strange.")] = weights.pop(name)
+        weights["stem.bias"] = torch.arange(float(WIDTH))
+        weights["head.bias"] = torch.cat([weights["head.bias"][3:], weights["head.bias"][:3].double() * 2])
+        weights["obsolete"] = weights["stem.bias"]
+        del weights["obsolete"]
+
+
+def test_on_load_checkpoint_renames_drops_and_replaces_keys(at_two: Any) -> None:
+    """The optimizer's state follows the weight it belongs to."""
+
+    def resume(rank: int, stage: int) -> dict[str, Any]:
+        with quiet():
+            return run(zero(stage), Renamed(), resume=at_two["path"])
+
+    def renamed(values: dict[str, Any]) -> dict[str, Any]:
+        return {name.replace("odd.", "strange."): value for name, value in values.items()}
+
+    weights = renamed(at_two["at"]["weights"])
+    bias = weights["head.bias"]
+    weights |= {"stem.bias": torch.arange(float(WIDTH)), "head.bias": torch.cat([bias[3:], bias[:3] * 2])}
+    for stage in (1, 3):
+        for result in run_world(3, resume, stage):
+            assert not _differences(weights, dict(result["at"]["weights"]), 0.0, "weights")
+            assert not _differences(renamed(at_two["at"]["states"]), result["at"]["states"], 0.0, "states")
+
+
+class OneName(Everything):
+    """A checkpoint that knows the tied weight by its second name only, as safetensors files and others' may."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        checkpoint["state_dict"].pop("stem.weight")
+        optimizer = checkpoint["optimizer_states"][0]
+        optimizer["state"]["head.weight"] = optimizer["state"].pop("stem.weight")
+        for group in optimizer["param_groups"]:
+            group["params"] = ["head.weight" if name == "stem.weight" else name for name in group["params"]]
+
+
+def test_one_name_of_a_tied_weight_is_enough(at_two: Any) -> None:
+    def resume(rank: int) -> dict[str, Any]:
+        with quiet():
+            return run(zero(3), OneName(seed=5), resume=at_two["path"])
+
+    for result in run_world(2, resume):
+        assert not _differences(at_two["at"], result["at"], 0.0, "restored")
+
+
+class Regrouped(Everything):
+    """The same model with other param groups."""
+
+    def __init__(self, groups: str) -> None:
+        super().__init__(seed=5)
+        self.kind = groups
+
+    def groups(self) -> list[dict[str, Any]]:
+        matrices, vectors = super().groups()
+        if self.kind == "reordered":
+            return [
+                {**vectors, "lr": 0.5, "params": vectors["params"][::-1]},
+                {**matrices, "params": matrices["params"][::-1]},
+            ]
+        if self.kind == "split":
+            half = len(matrices["params"]) // 2
+            return [{"params": matrices["params"][:half]}, {"params": matrices["params"][half:]}, vectors]
+        if self.kind == "joined":
+            return [{"params": matrices["params"] + vectors["params"]}]
+        return [matrices, {**vectors, "params": [p for p in vectors["params"] if p is not self.stem.bias]}]
+
+
+def test_param_groups_in_another_order_get_their_own_options_and_state(at_two: Any) -> None:
+    def resume(rank: int) -> dict[str, Any]:
+        with quiet():
+            return run(zero(3), Regrouped("reordered"), resume=at_two["path"])
+
+    for result in run_world(2, resume):
+        assert not _differences(at_two["at"]["states"], result["at"]["states"], 0.0, "states")
+        assert [group["lr"] for group in result["at"]["options"][0]] == [
+            group["lr"] for group in reversed(at_two["at"]["options"][0])
+        ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("split", r"ValueError: Param groups 0 and 1 of AdamW are one group, 0, in the checkpoint\. Build"),
+        ("joined", r"ValueError: Param group 0 of AdamW has parameters of param groups \[0, 1\] of the checkpoint\."),
+        ("shrunk", r"optimizer state that does not fit AdamW: 'stem\.bias' \(not in the optimizer\)\. Build"),
+    ],
+)
+def test_param_groups_that_do_not_fit_are_errors_on_every_rank(kind: str, message: str, at_two: Any) -> None:
+    def resume(rank: int) -> str:
+        return refusal(at_two["path"], Regrouped(kind), 3)
+
+    for found in run_world(2, resume):
+        assert re.search(message, found), found
+
+
+class Thawed(Everything):
+    """``frozen`` is frozen, and in no param group, only in the first run."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__(seed=1 if frozen else 5)
+        self.frozen.requires_grad_(not frozen)
+
+    def groups(self) -> list[dict[str, Any]]:
+        return [{"params": [p for p in self.parameters() if p.requires_grad]}]
+
+
+def test_a_thawed_parameter_starts_with_fresh_state(tmp_path: Path) -> None:
+    def train(rank: int) -> dict[str, Any]:
+        with quiet():
+            before = run(zero(3), Thawed(True), save=tmp_path / "saved")
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", UserWarning)
+                after = run(zero(1), Thawed(False), resume=tmp_path / "saved")
+        texts = [str(w.message) for w in caught if "fresh" in str(w.message)]
+        return {"before": before, "after": after, "texts": texts}
+
+    for rank, result in enumerate(run_world(2, train)):
+        before, after = result["before"], result["after"]
+        assert not _differences(before["at"]["states"], after["at"]["states"], 0.0, "states")
+        assert torch.equal(after["at"]["weights"]["frozen.weight"], before["at"]["weights"]["frozen.weight"])
+        assert not torch.equal(after["end"]["frozen.weight"], before["end"]["frozen.weight"])
+        assert len(result["texts"]) == (rank == 0)
+
+
+def test_frozen_parameters_that_were_left_out_are_not_missing() -> None:
+    """They keep their values, a warning on rank 0 says how many, and every other gap is still an error."""
+
+    def play(rank: int) -> dict[str, Any]:
+        with quiet():
+            source, target = Everything(), Everything(seed=5)
+            trainers = [make_trainer(zero(stage), max_epochs=1) for stage in (1, 3)]
+            for trainer, module in zip(trainers, (source, target), strict=True):
+                trainer.fit(module, batches(1))
+            built = values_of(target)
+            saver, loader = (ModuleState(t.strategy.engine, m) for t, m in zip(trainers, (source, target), strict=True))
+            state, names = saver.save(exclude_frozen=True), saver.excluded_frozen()
+            whole = {**values_of(source)}
+            state = {name: whole.get(name, whole["stem.weight"]) for name in state}
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                loader.load(state, strict=True, excluded=names)
+            errors: list[str] = []
+            with raised(errors):
+                loader.load({k: v for k, v in state.items() if k != "odd.five"}, strict=True, excluded=names)
+            with raised(errors):
+                loader.load(state, strict=True)
+        texts = [str(w.message) for w in caught]
+        return {
+            "names": names, "texts": texts, "errors": errors, "built": built, "source": whole, "now": values_of(target)
+        }  # fmt: skip
+
+    for rank, result in enumerate(run_world(2, play)):
+        assert result["names"] == ["frozen.weight", "frozen.bias"]
+        assert [("2 keep the values" in text) for text in result["texts"]] == [True] * (rank == 0)
+        for name, value in result["now"].items():
+            assert torch.equal(value, result["built" if name in result["names"] else "source"][name]), name
+        assert ['"odd.five".' in text for text in result["errors"]] == [True, False]
+        assert 'Missing key(s) in state_dict: "frozen.weight", "frozen.bias".' in result["errors"][1]
+
+
+def test_a_checkpoint_without_frozen_parameters_resumes_elsewhere(at_two: Any, tmp_path: Path) -> None:
+    """The run is the one whose checkpoint has them, if the model is built with the same ones."""
+
+    def save(rank: int) -> dict[str, Any]:
+        with quiet():
+            policy = CheckpointPolicy(exclude_frozen=True)
+            return run(zero(1, checkpoint=policy), Everything(), save=tmp_path / "small", epochs=2)
+
+    def resume(rank: int) -> dict[str, Any]:
+        module = Everything(seed=5)
+        built = Everything()
+        module.frozen.load_state_dict(built.frozen.state_dict())
+        with quiet(), warnings.catch_warnings(record=True) as caught:
+            warnings.filterwarnings("always", "The checkpoint was saved without")
+            result = run(zero(3), module, resume=tmp_path / "small")
+        return {**result, "texts": [str(w.message) for w in caught if "2 keep the values" in str(w.message)]}
+
+    expected = run_world(2, save)[0]
+    assert not _differences(at_two["end"], expected["end"], 0.0, "saving")
+    for rank, result in enumerate(run_world(3, resume)):
+        assert not _differences(expected["at"], result["at"], 0.0, "restored")
+        assert len(result["texts"]) == (rank == 0)
+
+
+class Particular(nn.Module):
+    """Loads in a way of its own, as layers with a history and metrics do."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+        self.register_buffer("kept", torch.zeros(3))
+        self.extra = 0
+        self.register_load_state_dict_pre_hook(self._rename)
+
+    @staticmethod
+    def _rename(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        if f"{prefix}legacy" in state:
+            state[f"{prefix}weight"] = state.pop(f"{prefix}legacy")
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: dict[str, Any], *args: Any) -> None:
+        assert metadata["version"] == 2
+        self.kept = state[f"{prefix}kept"]
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+    def get_extra_state(self) -> int:
+        return self.extra
+
+    def set_extra_state(self, state: int) -> None:
+        self.extra = state
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept += 1
+        self.extra += 1
+        return x * self.weight
+
+
+class WithParticular(Everything):
+    def __init__(self, seed: int = 1) -> None:
+        super().__init__(seed=seed)
+        self.particular = Particular()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.particular(x))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        weights = checkpoint["state_dict"]
+        weights["particular.legacy"] = weights.pop("particular.weight")
+
+
+def test_a_modules_own_loading_code_runs_on_shards(tmp_path: Path) -> None:
+    """Versions, hooks that rename, modules that keep what they are given, extra state."""
+
+    def train(rank: int, stage: int, resume: bool) -> dict[str, Any]:
+        where = {"resume": tmp_path / "saved"} if resume else {"save": tmp_path / "saved"}
+        module = WithParticular(seed=5 if resume else 1)
+        with quiet():
+            result = run(zero(stage), module, **where)
+        return {**result, "extra": module.particular.extra}
+
+    expected = run_world(2, train, 3, False)
+    for stage in (1, 3):
+        for rank, result in enumerate(run_world(2, train, stage, True)):
+            assert not _differences(expected[0]["at"], result["at"], 0.0, "restored")
+            assert not _differences(expected[rank]["losses"], result["losses"], 0.0, "losses")
+            assert result["extra"] == expected[rank]["extra"] == result["end"]["particular.kept"][0] == 6
+
+
+class ByHand(Everything):
+    """Copies into parameters itself, a smaller value too."""
+
+    def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+        result = super().load_state_dict(state, *args, **kwargs)
+        self.stem.weight.data.copy_(torch.arange(float(WIDTH)))
+        with torch.no_grad():
+            self.stem.bias.copy_(torch.tensor(7.0))
+            self.head.bias.detach().copy_(2 * state["head.bias"])
+        return result
+
+
+def test_what_a_module_copies_itself_arrives_in_the_shards(at_two: Any) -> None:
+    def resume(rank: int, stage: int) -> dict[str, Any]:
+        with quiet():
+            return run(zero(stage), ByHand(seed=5), resume=at_two["path"])
+
+    expected = dict(at_two["at"]["weights"])
+    expected["stem.weight"] = torch.arange(float(WIDTH)).expand_as(expected["stem.weight"])
+    expected["stem.bias"] = torch.full_like(expected["stem.bias"], 7.0)
+    expected["head.bias"] = 2 * expected["head.bias"]
+    for stage in (1, 3):
+        for result in run_world(2, resume, stage):
+            assert not _differences(expected, result["at"]["weights"], 0.0, f"stage {stage}")
+
+
+class Assigning(Everything):
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict(state, strict=strict, assign=True)
+
+
+def test_a_module_that_replaces_its_parameters_is_refused(at_two: Any) -> None:
+    """The engine would go on with the ones it knows, and the module with others."""
+    for texts in run_world(2, lambda rank: [refusal(at_two["path"], Assigning(), stage) for stage in (1, 2, 3)]):
+        assert len(texts) == 3
+        for text in texts:
+            assert text.startswith("RuntimeError: Loading replaced the parameter '")
+
+
+class Filtered(Everything):
+    """Saves and loads its blocks only, by overriding ``state_dict``."""
+
+    strict_loading = False
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {name: value for name, value in super().state_dict(*args, **kwargs).items() if "blocks" in name}
+
+
+def test_an_overridden_state_dict_decides_what_is_saved_and_loaded(tmp_path: Path) -> None:
+    def save(rank: int) -> dict[str, Any]:
+        with quiet():
+            return run(zero(3), Filtered(), save=tmp_path / "saved")
+
+    def resume(rank: int, stage: int) -> dict[str, Any]:
+        with quiet():
+            return run(zero(stage), Filtered(seed=5), resume=tmp_path / "saved")
+
+    saved, fresh = run_world(2, save)[0]["at"], dict(Everything(seed=5).named_parameters())
+    assert all("blocks" in name for name in open_checkpoint(tmp_path / "saved", ControlGroup(None))["state_dict"])
+    for stage in (1, 3):
+        for result in run_world(3, resume, stage):
+            for name, value in result["at"]["weights"].items():
+                if name != "seen":
+                    assert torch.equal(value, saved["weights"][name] if "blocks" in name else fresh[name]), name
+            assert not _differences(saved["states"], result["at"]["states"], 0.0, "states")
+
+
+class Wrapped(Everything):
+    """Blocks that are compiled or recomputed, which puts a module around each of them."""
+
+    def __init__(self, kind: str, seed: int = 1) -> None:
+        super().__init__(seed=seed)
+        for index, block in enumerate(self.blocks):
+            if kind == "compiled":
+                self.blocks[index] = torch.compile(block, backend="eager")
+            elif kind == "recomputed":
+                self.blocks[index] = checkpoint_wrapper(block)
+
+
+def test_names_do_not_depend_on_what_wraps_a_block(tmp_path: Path) -> None:
+    """Neither those of weights nor those of optimizer states."""
+    kinds = ("plain", "compiled", "recomputed")
+
+    def train(rank: int) -> list[str]:
+        wrong = []
+        with quiet():
+            for kind in kinds:
+                run(zero(3), Wrapped(kind), save=tmp_path / kind)
+                found = open_checkpoint(tmp_path / kind, ControlGroup(None))
+                wrong += [name for name in found["state_dict"] if "_orig_mod" in name or "_wrapped" in name]
+                names = [list(found["state_dict"]), list(found["optimizer_states"][0]["state"])]
+                if kind == "plain":
+                    expected = names
+                wrong += [] if names == expected else [f"{kind}: other names"]
+            for old, new in (("plain", "compiled"), ("compiled", "recomputed"), ("recomputed", "plain")):
+                result = run(zero(1), Wrapped(new, seed=5), resume=tmp_path / old)
+                wrong += [f"{old} to {new}: no state"] if not result["at"]["states"] else []
+        return wrong
+
+    for wrong in run_world(1, train):
+        assert not wrong, "\n".join(wrong)

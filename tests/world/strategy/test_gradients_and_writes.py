@@ -1,0 +1,99 @@
+"""What user code does to parameters and gradients with plain torch works or is an error; it is never lost quietly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.helpers.cases import WIDTH, Block
+from tests.helpers.runs import Net, assert_same, each_strategy, fit, made, quiet, raised, zero
+from tests.helpers.world import run_world
+
+
+class BackwardInBackward(Net):
+    """A layer that is used twice, each time in a backward inside of the backward; hooks change what was summed up."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity)
+        torch.manual_seed(3)
+        self.first, self.shared, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Block()
+        self.sums: list[float] = []
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(self.change)
+
+    def change(self, parameter: Tensor) -> None:
+        self.sums.append(float(parameter.grad.sum()))  # type: ignore[union-attr]
+        parameter.grad.mul_(0.9)  # type: ignore[union-attr]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.shared, x, use_reentrant=True)
+        return self.last(x)
+
+
+def test_a_hook_that_asks_for_the_sum_of_backwards_inside_of_one_is_told() -> None:
+    def run(rank: int) -> list[str]:
+        errors: list[str] = []
+        for stage in (1, 3):
+            with quiet(), raised(errors):
+                fit(zero(stage), BackwardInBackward())
+        return errors
+
+    for errors in run_world(2, run):
+        assert len(errors) == 2
+        assert all("'shared." in e and "in the middle of an accumulation" in e for e in errors), errors
+
+
+class UsesAWeightAheadOfItsBlock(Net):
+    """One rank alone: there, a gradient comes when the block's others have been averaged."""
+
+    def __init__(self, late: int) -> None:
+        super().__init__(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), Block()))
+        self.late = late
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.model[0](x)
+        if self.global_rank == self.late:
+            x = x @ self.model[2].up.weight.t() @ self.model[2].up.weight
+        return self.model[1:](x)
+
+
+@pytest.mark.filterwarnings("ignore:.*used in a forward or backward while no module")
+def test_a_late_gradient_is_added_to_those_of_all_ranks() -> None:
+    """Also to those of a parameter that had none, so far, on the rank that owns it."""
+    for late in (0, 1):
+
+        def play(strategy: Strategy, late: int = late) -> dict[str, Any]:
+            module = UsesAWeightAheadOfItsBlock(late)
+            return made(module, fit(strategy, module, count=2))
+
+        assert_same(each_strategy(play), bound=1e-4)
+
+
+class WritesToItsWeights(Net):
+    """Zeroes a weight after every step, as weight clamping does."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters(), lr=1e-3)
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        with torch.no_grad():
+            self.model.layers[0].up.weight.zero_()
+
+
+def test_a_write_to_whole_parameters_is_kept_by_whole_matrix_optimizers() -> None:
+    """The owner of a matrix has a copy of its own, which must not bring the old values back."""
+
+    def play(strategy: Strategy) -> dict[str, Any]:
+        if not isinstance(strategy, DDPStrategy) and strategy.placement.shards_parameters:  # type: ignore[attr-defined]
+            return {}
+        module = WritesToItsWeights()
+        return made(module, fit(strategy, module))
+
+    assert_same(each_strategy(play), names=["stage 1", "stage 2"])

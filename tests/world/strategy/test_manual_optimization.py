@@ -1,0 +1,291 @@
+"""Several optimizers and manual optimization, in the way Lightning's documentation writes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.helpers.cases import WIDTH, Block
+from tests.helpers.runs import STAGES, Net, assert_same, each_strategy, fit, made, quiet, raised, zero
+from tests.helpers.world import run_world
+
+# Rounding differences of 1e-7 in a gradient, carried through a few steps of AdamW.
+ROUNDING = 1e-5
+
+
+def _network(last: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), Block(), nn.Linear(WIDTH, last))
+
+
+class Gan(Net):
+    """The canonical example: toggle, loss, zero_grad, backward, step, untoggle; for each of the two optimizers."""
+
+    def __init__(self, zero_grad_first: bool, toggles: bool) -> None:
+        super().__init__(nn.Identity)
+        self.automatic_optimization = False
+        self.zero_grad_first, self.toggles = zero_grad_first, toggles
+        torch.manual_seed(3)
+        self.generator, self.discriminator = _network(WIDTH), _network(1)
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.generator(z)
+
+    def adversarial(self, y_hat: Tensor, real: bool) -> Tensor:
+        return F.binary_cross_entropy_with_logits(y_hat, torch.full_like(y_hat, float(real)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        z, images = self.data(batch_idx)
+        optimizer_g, optimizer_d = self.optimizers()
+
+        if self.toggles:
+            self.toggle_optimizer(optimizer_g)
+        g_loss = self.adversarial(self.discriminator(self(z)), real=True)
+        self.advance(optimizer_g, g_loss)
+        if self.toggles:
+            self.untoggle_optimizer(optimizer_g)
+
+        if self.toggles:
+            self.toggle_optimizer(optimizer_d)
+        real_loss = self.adversarial(self.discriminator(images), real=True)
+        fake_loss = self.adversarial(self.discriminator(self(z).detach()), real=False)
+        d_loss = (real_loss + fake_loss) / 2
+        if not self.toggles:
+            optimizer_d.zero_grad()  # the generator's backward left gradients here
+        self.advance(optimizer_d, d_loss)
+        if self.toggles:
+            self.untoggle_optimizer(optimizer_d)
+        self.losses += [g_loss.detach().clone(), d_loss.detach().clone()]
+        self.log_dict({"g_loss": g_loss, "d_loss": d_loss})
+
+    def advance(self, optimizer: Any, loss: Tensor) -> None:
+        if self.zero_grad_first:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        if not self.zero_grad_first:
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        options = {"lr": 0.01, "betas": (0.5, 0.999), "eps": 1e-4}
+        optimizers = [torch.optim.Adam(net.parameters(), **options) for net in (self.generator, self.discriminator)]
+        return optimizers, []
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("sample", self(torch.ones(1, WIDTH)).mean())
+
+
+@pytest.mark.parametrize("toggles", [True, False], ids=["toggled", "untoggled"])
+@pytest.mark.parametrize("zero_grad_first", [True, False], ids=["zero_grad_first", "zero_grad_last"])
+def test_gan_trains_bit_for_bit_like_ddp(zero_grad_first: bool, toggles: bool) -> None:
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = Gan(zero_grad_first, toggles)
+        return made(module, fit(strategy, module, count=4, val=1, max_epochs=2))
+
+    results = each_strategy(play)
+    assert results[0]["ddp"]["global_step"] == 16
+    assert_same(results)
+
+
+class OneFake(Gan):
+    """As in PyTorch's own tutorial: both losses are of one forward of the generator, between which the other steps."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        z, images = self.data(batch_idx)
+        optimizer_g, optimizer_d = self.optimizers()
+        fake = self(z)
+        real_loss = self.adversarial(self.discriminator(images), real=True)
+        d_loss = real_loss + self.adversarial(self.discriminator(fake.detach()), real=False)
+        self.advance(optimizer_d, d_loss)
+        g_loss = self.adversarial(self.discriminator(fake), real=True)
+        self.advance(optimizer_g, g_loss)
+        self.losses += [g_loss.detach().clone(), d_loss.detach().clone()]
+
+
+def test_a_graph_outlives_the_step_of_another_optimizer() -> None:
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = OneFake(zero_grad_first=True, toggles=False)
+        return made(module, fit(strategy, module, count=4))
+
+    assert_same(each_strategy(play))
+
+
+class Manual(Net):
+    """``body(module, optimizer, batch_idx)`` is its training step."""
+
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.body = body
+
+    def loss(self, batch_idx: int) -> Tensor:
+        x, y = self.data(batch_idx)
+        loss = F.mse_loss(self(x), y)
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.body(self, self.optimizers(), batch_idx)
+
+
+def _compare(body: Any, exact: tuple[str, ...] = tuple(STAGES), **options: Any) -> list[dict[str, dict[str, Any]]]:
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = Manual(body)
+        return made(module, fit(strategy, module, **options))
+
+    results = each_strategy(play)
+    assert_same(results, exact)
+    assert_same(results, bound=ROUNDING)
+    return results
+
+
+def test_two_backwards_of_two_forwards_in_one_step() -> None:
+    """DDP reduces each backward: (a1 + b1), then adds a2 on every rank before it reduces again. We add (a2 + b2)."""
+
+    def body(module: Manual, optimizer: Any, batch_idx: int) -> None:
+        optimizer.zero_grad()
+        for micro in range(2):
+            module.manual_backward(module.loss(2 * batch_idx + micro) / 2)
+        optimizer.step()
+
+    _compare(body, exact=())
+
+
+def test_accumulation_by_hand_over_batches() -> None:
+    def body(module: Manual, optimizer: Any, batch_idx: int) -> None:
+        module.manual_backward(module.loss(batch_idx) / 2)
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    results = _compare(body, exact=(), count=6)
+    assert results[0]["stage 3"]["global_step"] == 3
+
+
+def test_clip_gradients_by_hand() -> None:
+    def body(module: Manual, optimizer: Any, batch_idx: int) -> None:
+        optimizer.zero_grad()
+        module.manual_backward(module.loss(batch_idx))
+        module.clip_gradients(optimizer, gradient_clip_val=0.005, gradient_clip_algorithm="value")
+        optimizer.step()
+
+    _compare(body)
+
+
+def test_raw_optimizer_step_is_the_wrapped_one_but_for_the_count() -> None:
+    """``use_pl_optimizer=False`` gives the user's own object; its ``step`` moves the weights that forwards use."""
+
+    def body(module: Manual, optimizer: Any, batch_idx: int) -> None:
+        assert isinstance(optimizer, LightningOptimizer)
+        raw = module.optimizers(use_pl_optimizer=False)
+        assert type(raw) is torch.optim.AdamW
+        raw.zero_grad()
+        module.manual_backward(module.loss(batch_idx))
+        raw.step()
+
+    results = _compare(body)
+    assert results[0]["stage 3"]["global_step"] == 0  # as in DDP: Lightning counts its own wrapper's steps only
+    assert len(set(map(float, results[0]["stage 3"]["losses"]))) == 4
+
+
+def test_a_closure_given_to_the_wrapped_optimizer() -> None:
+    def body(module: Manual, optimizer: Any, batch_idx: int) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = module.loss(batch_idx)
+            module.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure=closure)
+
+    _compare(body)
+
+
+def test_a_scheduler_stepped_by_hand() -> None:
+    class Stepped(Manual):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+    def body(module: Manual, optimizer: Any, batch_idx: int) -> None:
+        optimizer.zero_grad()
+        module.manual_backward(module.loss(batch_idx))
+        optimizer.step()
+        module.lr_schedulers().step()
+
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = Stepped(body)
+        trainer = fit(strategy, module)
+        return {**made(module, trainer), "rate": module.optimizers().param_groups[0]["lr"]}
+
+    results = each_strategy(play)
+    assert results[0]["stage 3"]["rate"] == pytest.approx(0.01 / 2**4)
+    assert_same(results)
+
+
+def test_toggled_optimizer_context_blocks_synchronisation_where_ddp_does() -> None:
+    """``toggled_optimizer(sync_grad=False)`` while accumulating: stage 1 keeps local sums as DDP does."""
+
+    def body(module: Manual, optimizer: Any, batch_idx: int) -> None:
+        with optimizer.toggle_model(sync_grad=batch_idx % 2 == 1):
+            module.manual_backward(module.loss(batch_idx) / 2)
+            if batch_idx % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    _compare(body, exact=(), count=6)
+
+
+def test_stepping_on_gradients_that_were_never_reduced_is_refused() -> None:
+    """DDP would let the ranks drift apart in silence."""
+
+    def body(module: Manual, optimizer: Any, batch_idx: int) -> None:
+        with optimizer.toggle_model(sync_grad=False):
+            module.manual_backward(module.loss(batch_idx))
+            optimizer.step()
+
+    def play(strategy: Strategy) -> dict[str, Any]:
+        if not isinstance(strategy, DDPStrategy):
+            with pytest.raises(RuntimeError, match="between micro-steps"):
+                fit(strategy, Manual(body))
+        return {}
+
+    each_strategy(play)
+
+
+class Unsynced(Net):
+    """Switches the average off as on DDP's wrapper."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.trainer.model.require_backward_grad_sync = False  # type: ignore[union-attr]
+        return super().training_step(batch, batch_idx)
+
+
+class Named(Net):
+    """A module of the user's that has such names itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.no_sync = nn.Linear(2, 2)
+        self.require_backward_grad_sync = "mine"
+
+
+def test_the_average_cannot_be_switched_off_as_on_ddp_s_wrapper() -> None:
+    def run(rank: int) -> list[str]:
+        errors: list[str] = []
+        with quiet(), raised(errors):
+            fit(zero(3), Unsynced())
+        module = Named()
+        with quiet():
+            fit(zero(3), module, 1)
+        assert isinstance(module.no_sync, nn.Linear)
+        assert module.require_backward_grad_sync == "mine"
+        return errors
+
+    for errors in run_world(2, run):
+        assert errors[0].startswith("ParameterAccessError: `require_backward_grad_sync = False` on Unsynced changes")

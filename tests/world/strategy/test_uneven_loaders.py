@@ -1,0 +1,351 @@
+"""Data that end on some ranks earlier than on others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_zero import LoaderPolicy, NoBatch
+from tests.helpers.cases import WIDTH, Stack
+from tests.helpers.runs import Net, batches, quiet, raised, values_of, zero
+from tests.helpers.training import make_trainer
+from tests.helpers.world import run_world
+
+COUNTS = (5, 3)  # batches of the two ranks
+
+
+class Stream(IterableDataset[int]):
+    """Of a length that nobody knows, or of a wrong one."""
+
+    def __init__(self, count: int, length: int | None = None) -> None:
+        self.count, self.length = count, length
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.count)
+
+
+class Sized(Stream):
+    def __len__(self) -> int:
+        return 9
+
+
+class Plain:
+    """What somebody wrote: it can be iterated."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.tensor([i]) for i in range(self.count))
+
+
+def loader(kind: str, count: int) -> Any:
+    if kind == "plain":
+        return Plain(count)
+    if kind == "map":
+        return batches(count)
+    return DataLoader(Stream(count) if kind == "stream" else Sized(count), batch_size=1)
+
+
+class Counting(Net):
+    """Its optimizer is linear in the gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(type(batch).__name__)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def expected(epochs: int) -> dict[str, Tensor]:
+    """The mean over the initial world: a rank without a batch has a gradient of zero."""
+    torch.manual_seed(1)
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for epoch in range(epochs):
+        for step in range(max(COUNTS)):
+            total: list[Any] = [None] * len(list(model.parameters()))
+            for rank, count in enumerate(COUNTS):
+                if step < count:
+                    generator = torch.Generator().manual_seed(10_000 * epoch + 100 * step + rank)
+                    x, y = torch.randn(2, 3, WIDTH, generator=generator)
+                    found = torch.autograd.grad(F.mse_loss(model(x), y), list(model.parameters()))
+                    total = [g if t is None else t + g for t, g in zip(total, found, strict=True)]
+            for parameter, gradient in zip(model.parameters(), total, strict=True):
+                parameter.grad = gradient / 2
+            optimizer.step()
+    return {f"model.{name}": value.detach() for name, value in model.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore:.*Your `IterableDataset` has `__len__` defined", "ignore:Length of IterableDataset")
+@pytest.mark.parametrize("kind", ["plain", "map", "stream", "sized stream"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_to_join_is_to_take_part_without_a_batch(stage: int, kind: str) -> None:
+    def world(rank: int) -> tuple[dict[str, Tensor], int, list[str]]:
+        module = Counting()
+        trainer = make_trainer(zero(stage, loaders=LoaderPolicy(training="join")), max_epochs=2)
+        with quiet():
+            trainer.fit(module, loader(kind, COUNTS[rank]))
+        return values_of(module), trainer.global_step, module.seen
+
+    weights = expected(2)
+    for rank, (found, steps, seen) in enumerate(run_world(2, world)):
+        assert steps == 10
+        assert seen.count("NoBatch") == 2 * (5 - COUNTS[rank])
+        assert all(torch.equal(found[name], value) for name, value in weights.items())
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("kind", ["map", "stream"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_without_a_policy_it_is_an_error_with_names(stage: int, kind: str) -> None:
+    def world(rank: int) -> tuple[list[str], float]:
+        errors: list[str] = []
+        with quiet(), raised(errors):
+            begin = time.monotonic()
+            make_trainer(zero(stage)).fit(Counting(), loader(kind, COUNTS[rank]))
+        return errors, time.monotonic() - begin
+
+    for errors, seconds in run_world(2, world):
+        assert errors[0].startswith(
+            "DivergenceError: The train_dataloader has ended on rank 1 after 3 batches, and has"
+        )
+        assert "one more on rank 0" in errors[0]
+        assert "training='join'" in errors[0]
+        assert seconds < 10
+
+
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_all_may_stop_with_the_first(kind: str) -> None:
+    def world(rank: int) -> int:
+        trainer = make_trainer(zero(3, loaders=LoaderPolicy(training="stop")), max_epochs=2)
+        with quiet():
+            trainer.fit(Counting(), loader(kind, COUNTS[rank]))
+        return trainer.global_step
+
+    assert run_world(2, world) == [6, 6]
+
+
+class Evaluated(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        assert not isinstance(batch, NoBatch)
+        self.log("value", 1.0 + batch_idx + 10 * self.global_rank, sync_dist=True, batch_size=1)
+        self.model(torch.ones(1, WIDTH))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.model(torch.ones(1, WIDTH))
+
+
+@pytest.mark.parametrize("kind", ["map", "stream"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_metrics_and_predictions_are_whole(stage: int, kind: str) -> None:
+    def world(rank: int) -> tuple[float, int]:
+        module = Evaluated()
+        with quiet():
+            trainer = make_trainer(zero(stage))
+            found = trainer.validate(module, loader(kind, COUNTS[rank]), verbose=False)
+            predicted = trainer.predict(module, loader(kind, COUNTS[rank]))
+        assert all(isinstance(value, Tensor) for value in predicted or ())
+        return found[0]["value"], len(predicted or ())
+
+    mean = (sum(range(1, 6)) + sum(range(11, 14))) / 8
+    assert run_world(2, world) == [(mean, 5), (mean, 3)]
+
+
+def combined(mode: Any, rank: int) -> CombinedLoader:
+    """The short one is shorter on rank 1, and the long one, which says when it is over, is not."""
+    long, short = ([10 * rank + i for i in range(4)], [0] * (2 - rank))
+    return CombinedLoader({"long": DataLoader(long, batch_size=1), "short": DataLoader(short, batch_size=1)}, mode)
+
+
+@pytest.mark.parametrize("mode", ["max_size", "max_size_cycle"])
+def test_only_the_end_of_combined_loaders_counts(mode: str) -> None:
+    class Both(Counting):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.seen.append([None if part is None else part.item() for part in batch.values()])
+            self.model(torch.ones(1, WIDTH))
+
+    def world(rank: int) -> list[tuple[int, list[Any], list[Tensor]]]:
+        results = []
+        for strategy in (DDPStrategy(process_group_backend="gloo"), zero(1), zero(3)):
+            module, trainer = Both(), make_trainer(strategy)
+            with quiet():
+                trainer.fit(module, combined(mode, rank))
+                trainer.validate(module, combined(mode, rank), verbose=False)
+            results.append((trainer.global_step, module.seen, module.losses))
+        return results
+
+    for ddp, *others in run_world(2, world):
+        for steps, seen, losses in others:
+            assert (steps, seen) == ddp[:2]
+            assert all(torch.equal(a, b) for a, b in zip(losses, ddp[2], strict=True))
+
+
+def test_loaders_that_follow_one_another_are_each_joined() -> None:
+    """Each with a part of the model of its own: ranks are never in steps of different ones."""
+
+    class Heads(Evaluated):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 1 + i)) for i in range(2))
+            self.told: list[tuple[int, int]] = []
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.told.append((dataloader_idx, batch_idx))
+            super().validation_step(batch, batch_idx)
+            self.heads[dataloader_idx](torch.ones(1, WIDTH))
+
+    def world(rank: int) -> tuple[list[tuple[int, int]], list[float]]:
+        module = Heads()
+        loaders = [batches(COUNTS[rank]), batches(COUNTS[1 - rank])]
+        with quiet():
+            trainer = make_trainer(zero(3, units=["Block", "Sequential"]))
+            found = trainer.validate(module, loaders, verbose=False)
+        return module.told, [next(iter(results.values())) for results in found]
+
+    results = run_world(2, world)
+    for rank, (told, values) in enumerate(results):
+        assert told == [(i, n) for i in range(2) for n in range(COUNTS[rank ^ i])]
+        assert values == [(15 + 36) / 8, (6 + 65) / 8]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_evaluation_beside_training_may_be_uneven(stage: int) -> None:
+    """In a fit, and before it by the same trainer: by DDP's numbers."""
+
+    def world(rank: int) -> list[tuple[int, float, list[Tensor]]]:
+        results = []
+        for strategy in (DDPStrategy(process_group_backend="gloo"), zero(stage)):
+            module, trainer = Counting(), make_trainer(strategy, num_sanity_val_steps=2, max_epochs=2)
+            with quiet():
+                trainer.predict(module, batches(COUNTS[rank]))
+                trainer.fit(module, batches(4), batches(COUNTS[rank]))
+            results.append((trainer.global_step, float(trainer.callback_metrics["val_loss"]), module.losses))
+        return results
+
+    for ddp, ours in run_world(2, world):
+        assert ours[:2] == ddp[:2]
+        assert all(torch.equal(a, b) for a, b in zip(ours[2], ddp[2], strict=True))
+
+
+@pytest.mark.parametrize("interval", ["batch", "epoch"])
+def test_a_writer_of_predictions_gets_no_more_than_there_are(interval: Any) -> None:
+    class Writer(BasePredictionWriter):
+        def __init__(self) -> None:
+            super().__init__(interval)
+            self.told: list[Any] = []
+
+        def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, indices: Any, *args: Any) -> None:
+            self.told.append((len(prediction), indices))
+
+        def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+            self.told.append(([len(prediction) for prediction in predictions], indices))
+
+    def world(rank: int) -> list[Any]:
+        results = []
+        for strategy in (DDPStrategy(process_group_backend="gloo"), zero(3)):
+            writer = Writer()
+            with quiet():
+                trainer = make_trainer(strategy, callbacks=[writer], use_distributed_sampler=True)
+                trainer.predict(Evaluated(), DataLoader(range(5), batch_size=1))
+            results.append(writer.told)
+        return results
+
+    for ddp, ours in run_world(2, world):
+        assert ours == ddp
+
+
+def test_loaders_of_one_trainer_are_as_they_were_for_the_next() -> None:
+    def world(rank: int) -> tuple[list[int], list[str]]:
+        with quiet():
+            both = CombinedLoader({"a": batches(COUNTS[rank]), "b": batches(COUNTS[rank])}, "max_size_cycle")
+        steps, errors = [], list[str]()
+        for policy in ("join", "stop"):
+            trainer = make_trainer(zero(3, loaders=LoaderPolicy(training=policy)))
+            with quiet():
+                trainer.fit(Counting(), both)
+            steps.append(trainer.global_step)
+        with quiet(), raised(errors):
+            make_trainer(zero(1)).fit(Counting(), both)
+        return steps, errors
+
+    for steps, errors in run_world(2, world):
+        assert steps == [5, 3]
+        assert "has ended on rank 1 after 3 batches" in errors[0]
+
+
+def test_a_run_that_ends_before_the_data_is_none_the_wiser() -> None:
+    """With no length known, the end is seen one batch ahead."""
+
+    def world(rank: int) -> int:
+        trainer = make_trainer(zero(3), max_steps=3)
+        trainer.fit(Counting(), loader("stream", COUNTS[rank]))
+        return trainer.global_step
+
+    with quiet():
+        assert run_world(2, world) == [3, 3]
+
+
+def test_one_rank_may_look_at_its_data() -> None:
+    def world(rank: int) -> int:
+        class Looking(Counting):
+            def on_train_epoch_start(self) -> None:
+                if self.global_rank == 0:
+                    next(iter(self.trainer.train_dataloader))  # type: ignore[arg-type]
+
+        trainer = make_trainer(zero(3))
+        trainer.fit(Looking(), loader("stream", 3))
+        return trainer.global_step
+
+    with quiet():
+        assert run_world(2, world) == [3, 3]
+
+
+def test_a_loader_that_is_alike_everywhere_is_left_as_it_is() -> None:
+    def world(rank: int) -> tuple[bool, bool]:
+        given, stream = batches(4), DataLoader(Stream(4), batch_size=1)
+        module = Counting()
+        trainer = make_trainer(zero(1))
+        trainer.fit(module, given)
+        same = trainer.train_dataloader is given
+        trainer = make_trainer(zero(1))
+        trainer.fit(module, stream)
+        found: Any = trainer.train_dataloader
+        return same, isinstance(found, DataLoader) and found.dataset is stream.dataset
+
+    with quiet():
+        assert run_world(2, world) == [(True, True)] * 2
+
+
+def test_to_join_by_hand_is_refused_at_set_up() -> None:
+    class ByHand(Counting):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+    def world(rank: int) -> list[str]:
+        errors: list[str] = []
+        with quiet(), raised(errors):
+            make_trainer(zero(1, loaders=LoaderPolicy(training="join"))).fit(ByHand(), batches(2))
+        return errors
+
+    assert all("manual optimization" in errors[0] for errors in run_world(2, world))
+
+
+def test_a_policy_is_one_of_three() -> None:
+    with pytest.raises(ValueError, match=r"LoaderPolicy\.training must be one of error, join, stop, got 'wait'"):
+        LoaderPolicy(training="wait")  # type: ignore[arg-type]
