@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.features import callbacks, checkpoints, loops, optimization
-from tests.features.feature import Feature
+from tests.thorough.features import callbacks, checkpoints, loops, optimization
+from tests.thorough.features.feature import Feature
 
 __all__ = ["TABLES", "text"]
 

@@ -19,7 +19,7 @@ dropout, under DDP and in every stage. Losses, weights and buffers are DDP's, bi
 
 def names(library: str) -> list[str]:
     """What is played of a library, which has to be installed."""
-    return [a.name for a in importlib.import_module(f"tests.zoo.{library}_models").ARCHITECTURES]
+    return [a.name for a in importlib.import_module(f"tests.thorough.zoo.{library}_models").ARCHITECTURES]
 
 
 def section(library: str, played: list[str]) -> str:
