@@ -158,18 +158,26 @@ def test_what_the_answers_say_to_write_can_be_written() -> None:
 # Configurations
 
 
-@pytest.mark.parametrize("cli", [LightningCLI, ZeroCLI])
 @pytest.mark.parametrize(
-    ("settings", "meant"),
+    ("cli", "settings", "meant"),
     [
-        ("{units: Block, offload: cpu}", {"units": ["Block"], "offload": HostOffload(parameters=True)}),
-        ("{units: [Block, Other], offload: true}", {"units": ["Block", "Other"], "offload": "cpu"}),
-        ("{stage: '2', activations: units}", {"stage": 2, "activations": ActivationPolicy("units")}),
-        ("{activations: [Block], checkpoint: consolidated}", {"activations": AGAIN, "checkpoint": "consolidated"}),
-        ("{activations: {checkpointing: Block}, loaders: join}", {"activations": AGAIN, "loaders": "join"}),
-        ("{timeout: 60}", {"timeout": 60}),
-        ("{timeout: '0:01:00'}", {"timeout": 60}),
+        (
+            ZeroCLI,
+            "{units: Block, offload: cpu, activations: [Block], checkpoint: consolidated, timeout: 60}",
+            {"units": ["Block"], "offload": "cpu", "activations": AGAIN, "checkpoint": "consolidated", "timeout": 60},
+        ),
+        (
+            LightningCLI,
+            "{stage: '2', units: [Block, Other], offload: true, activations: units, timeout: '0:01:00'}",
+            {"stage": 2, "units": ["Block", "Other"], "offload": "cpu", "activations": "units", "timeout": 60},
+        ),
+        (
+            LightningCLI,
+            "{activations: {checkpointing: Block}, loaders: join}",
+            {"activations": AGAIN, "loaders": "join"},
+        ),
     ],
+    ids=["ZeroCLI", "LightningCLI", "nested"],
 )
 def test_a_configuration_takes_them_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: type[LightningCLI], settings: str, meant: dict[str, Any]

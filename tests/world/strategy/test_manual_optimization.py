@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_zero.errors import ParameterAccessError
 from tests.helpers.cases import WIDTH, Block
-from tests.helpers.runs import STAGES, Net, assert_same, each_strategy, fit, made, quiet, raised, zero
+from tests.helpers.rows import Row, compared, in_one_world
+from tests.helpers.runs import Net, assert_same, fit, made, quiet, zero
 from tests.helpers.world import run_world
 
 # Rounding differences of 1e-7 in a gradient, carried through a few steps of AdamW.
@@ -80,16 +83,19 @@ class Gan(Net):
         self.log("sample", self(torch.ones(1, WIDTH)).mean())
 
 
-@pytest.mark.parametrize("toggles", [True, False], ids=["toggled", "untoggled"])
-@pytest.mark.parametrize("zero_grad_first", [True, False], ids=["zero_grad_first", "zero_grad_last"])
-def test_gan_trains_bit_for_bit_like_ddp(zero_grad_first: bool, toggles: bool) -> None:
-    def play(strategy: Strategy) -> dict[str, Any]:
-        module = Gan(zero_grad_first, toggles)
-        return made(module, fit(strategy, module, count=4, val=1, max_epochs=2))
+def as_under_ddp(make: Callable[[], Net], exact: bool = True, steps: int | None = None, **options: Any) -> Row:
+    """The module trains as under DDP: bit for bit, or with sums in another order."""
 
-    results = each_strategy(play)
-    assert results[0]["ddp"]["global_step"] == 16
-    assert_same(results)
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = make()
+        trainer = fit(strategy, module, **options)
+        rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        return {**made(module, trainer), "rates": rates}
+
+    results = yield compared(play)
+    assert_same(results, bound=0.0 if exact else ROUNDING)
+    assert steps is None or results[0]["stage 3"]["global_step"] == steps
+    assert len(set(map(float, results[0]["stage 3"]["losses"]))) > 2, "nothing moves"
 
 
 class OneFake(Gan):
@@ -105,14 +111,6 @@ class OneFake(Gan):
         g_loss = self.adversarial(self.discriminator(fake), real=True)
         self.advance(optimizer_g, g_loss)
         self.losses += [g_loss.detach().clone(), d_loss.detach().clone()]
-
-
-def test_a_graph_outlives_the_step_of_another_optimizer() -> None:
-    def play(strategy: Strategy) -> dict[str, Any]:
-        module = OneFake(zero_grad_first=True, toggles=False)
-        return made(module, fit(strategy, module, count=4))
-
-    assert_same(each_strategy(play))
 
 
 class Manual(Net):
@@ -133,129 +131,84 @@ class Manual(Net):
         self.body(self, self.optimizers(), batch_idx)
 
 
-def _compare(body: Any, exact: tuple[str, ...] = tuple(STAGES), **options: Any) -> list[dict[str, dict[str, Any]]]:
-    def play(strategy: Strategy) -> dict[str, Any]:
-        module = Manual(body)
-        return made(module, fit(strategy, module, **options))
-
-    results = each_strategy(play)
-    assert_same(results, exact)
-    assert_same(results, bound=ROUNDING)
-    return results
-
-
-def test_two_backwards_of_two_forwards_in_one_step() -> None:
+def twice(module: Manual, optimizer: Any, batch_idx: int) -> None:
     """DDP reduces each backward: (a1 + b1), then adds a2 on every rank before it reduces again. We add (a2 + b2)."""
+    optimizer.zero_grad()
+    for micro in range(2):
+        module.manual_backward(module.loss(2 * batch_idx + micro) / 2)
+    optimizer.step()
 
-    def body(module: Manual, optimizer: Any, batch_idx: int) -> None:
-        optimizer.zero_grad()
-        for micro in range(2):
-            module.manual_backward(module.loss(2 * batch_idx + micro) / 2)
+
+def every_other(module: Manual, optimizer: Any, batch_idx: int) -> None:
+    module.manual_backward(module.loss(batch_idx) / 2)
+    if batch_idx % 2:
         optimizer.step()
+        optimizer.zero_grad()
 
-    _compare(body, exact=())
+
+def clipped(module: Manual, optimizer: Any, batch_idx: int) -> None:
+    optimizer.zero_grad()
+    module.manual_backward(module.loss(batch_idx))
+    module.clip_gradients(optimizer, gradient_clip_val=0.005, gradient_clip_algorithm="value")
+    optimizer.step()
 
 
-def test_accumulation_by_hand_over_batches() -> None:
-    def body(module: Manual, optimizer: Any, batch_idx: int) -> None:
+def raw_step(module: Manual, optimizer: Any, batch_idx: int) -> None:
+    """``use_pl_optimizer=False`` gives the user's own object; its ``step`` moves the weights that forwards use."""
+    assert isinstance(optimizer, LightningOptimizer)
+    raw = module.optimizers(use_pl_optimizer=False)
+    assert type(raw) is torch.optim.AdamW
+    raw.zero_grad()
+    module.manual_backward(module.loss(batch_idx))
+    raw.step()
+
+
+def with_closure(module: Manual, optimizer: Any, batch_idx: int) -> None:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = module.loss(batch_idx)
+        module.manual_backward(loss)
+        return loss
+
+    optimizer.step(closure=closure)
+
+
+def toggled(module: Manual, optimizer: Any, batch_idx: int) -> None:
+    """``toggled_optimizer(sync_grad=False)`` while accumulating: stage 1 keeps local sums as DDP does."""
+    with optimizer.toggle_model(sync_grad=batch_idx % 2 == 1):
         module.manual_backward(module.loss(batch_idx) / 2)
         if batch_idx % 2:
             optimizer.step()
             optimizer.zero_grad()
 
-    results = _compare(body, exact=(), count=6)
-    assert results[0]["stage 3"]["global_step"] == 3
+
+class Scheduled(Manual):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
 
-def test_clip_gradients_by_hand() -> None:
-    def body(module: Manual, optimizer: Any, batch_idx: int) -> None:
-        optimizer.zero_grad()
-        module.manual_backward(module.loss(batch_idx))
-        module.clip_gradients(optimizer, gradient_clip_val=0.005, gradient_clip_algorithm="value")
-        optimizer.step()
-
-    _compare(body)
+def with_schedule(module: Manual, optimizer: Any, batch_idx: int) -> None:
+    optimizer.zero_grad()
+    module.manual_backward(module.loss(batch_idx))
+    optimizer.step()
+    module.lr_schedulers().step()
 
 
-def test_raw_optimizer_step_is_the_wrapped_one_but_for_the_count() -> None:
-    """``use_pl_optimizer=False`` gives the user's own object; its ``step`` moves the weights that forwards use."""
-
-    def body(module: Manual, optimizer: Any, batch_idx: int) -> None:
-        assert isinstance(optimizer, LightningOptimizer)
-        raw = module.optimizers(use_pl_optimizer=False)
-        assert type(raw) is torch.optim.AdamW
-        raw.zero_grad()
-        module.manual_backward(module.loss(batch_idx))
-        raw.step()
-
-    results = _compare(body)
-    assert results[0]["stage 3"]["global_step"] == 0  # as in DDP: Lightning counts its own wrapper's steps only
-    assert len(set(map(float, results[0]["stage 3"]["losses"]))) == 4
-
-
-def test_a_closure_given_to_the_wrapped_optimizer() -> None:
-    def body(module: Manual, optimizer: Any, batch_idx: int) -> None:
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = module.loss(batch_idx)
-            module.manual_backward(loss)
-            return loss
-
-        optimizer.step(closure=closure)
-
-    _compare(body)
-
-
-def test_a_scheduler_stepped_by_hand() -> None:
-    class Stepped(Manual):
-        def configure_optimizers(self) -> Any:
-            optimizer = super().configure_optimizers()
-            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
-
-    def body(module: Manual, optimizer: Any, batch_idx: int) -> None:
-        optimizer.zero_grad()
-        module.manual_backward(module.loss(batch_idx))
-        optimizer.step()
-        module.lr_schedulers().step()
-
-    def play(strategy: Strategy) -> dict[str, Any]:
-        module = Stepped(body)
-        trainer = fit(strategy, module)
-        return {**made(module, trainer), "rate": module.optimizers().param_groups[0]["lr"]}
-
-    results = each_strategy(play)
-    assert results[0]["stage 3"]["rate"] == pytest.approx(0.01 / 2**4)
-    assert_same(results)
-
-
-def test_toggled_optimizer_context_blocks_synchronisation_where_ddp_does() -> None:
-    """``toggled_optimizer(sync_grad=False)`` while accumulating: stage 1 keeps local sums as DDP does."""
-
-    def body(module: Manual, optimizer: Any, batch_idx: int) -> None:
-        with optimizer.toggle_model(sync_grad=batch_idx % 2 == 1):
-            module.manual_backward(module.loss(batch_idx) / 2)
-            if batch_idx % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-
-    _compare(body, exact=(), count=6)
-
-
-def test_stepping_on_gradients_that_were_never_reduced_is_refused() -> None:
-    """DDP would let the ranks drift apart in silence."""
-
-    def body(module: Manual, optimizer: Any, batch_idx: int) -> None:
-        with optimizer.toggle_model(sync_grad=False):
-            module.manual_backward(module.loss(batch_idx))
-            optimizer.step()
-
-    def play(strategy: Strategy) -> dict[str, Any]:
-        if not isinstance(strategy, DDPStrategy):
-            with pytest.raises(RuntimeError, match="between micro-steps"):
-                fit(strategy, Manual(body))
-        return {}
-
-    each_strategy(play)
+def test_loops_by_hand_train_like_ddp() -> None:
+    in_one_world(
+        2,
+        as_under_ddp(lambda: Gan(zero_grad_first=True, toggles=True), val=1, max_epochs=2, steps=16),
+        as_under_ddp(lambda: Gan(zero_grad_first=False, toggles=False), val=1, max_epochs=2, steps=16),
+        as_under_ddp(lambda: OneFake(zero_grad_first=True, toggles=False)),
+        as_under_ddp(lambda: Manual(twice), exact=False),
+        as_under_ddp(lambda: Manual(every_other), exact=False, count=6, steps=3),
+        as_under_ddp(lambda: Manual(clipped)),
+        as_under_ddp(lambda: Manual(raw_step), steps=0),  # as in DDP: Lightning counts its own wrapper's steps only
+        as_under_ddp(lambda: Manual(with_closure)),
+        as_under_ddp(lambda: Scheduled(with_schedule)),
+        as_under_ddp(lambda: Manual(toggled), exact=False, count=6),
+    )
 
 
 class Unsynced(Net):
@@ -276,16 +229,13 @@ class Named(Net):
 
 
 def test_the_average_cannot_be_switched_off_as_on_ddp_s_wrapper() -> None:
-    def run(rank: int) -> list[str]:
-        errors: list[str] = []
-        with quiet(), raised(errors):
+    def run(rank: int) -> None:
+        with quiet(), pytest.raises(ParameterAccessError, match="`require_backward_grad_sync = False` on Unsynced"):
             fit(zero(3), Unsynced())
         module = Named()
         with quiet():
             fit(zero(3), module, 1)
         assert isinstance(module.no_sync, nn.Linear)
         assert module.require_backward_grad_sync == "mine"
-        return errors
 
-    for errors in run_world(2, run):
-        assert errors[0].startswith("ParameterAccessError: `require_backward_grad_sync = False` on Unsynced changes")
+    run_world(2, run)

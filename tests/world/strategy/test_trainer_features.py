@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero import grad_norm
 from tests.helpers.cases import WIDTH
+from tests.helpers.rows import Row, compared, in_one_world
 from tests.helpers.runs import Memory, Net, assert_same, batches, each_strategy, fit, made, values_of
 from tests.helpers.training import make_trainer
 
@@ -27,37 +28,18 @@ ROUNDING = 1e-5
 # Accumulation and clipping
 
 
-def test_accumulation_steps_once_per_window_also_in_an_uneven_last_one() -> None:
+def accumulation_steps_once_per_window_also_in_an_uneven_last_one() -> Row:
     """Stage 1 sums local gradients as DDP does; stages 2 and 3 sum reduced ones, which is rounding apart."""
 
     def play(strategy: Strategy) -> dict[str, Any]:
         module = Net()
         return made(module, fit(strategy, module, count=5, accumulate_grad_batches=3, max_epochs=2))
 
-    results = each_strategy(play)
+    results = yield compared(play)
     assert results[0]["ddp"]["global_step"] == 2 * 2  # windows of 3 and 2 batches, two epochs
     assert_same(results, ["stage 1"])
     assert_same(results, ["stage 3"], expected="stage 2")
     assert_same(results, ["stage 2", "stage 3"], bound=ROUNDING)
-
-
-class DoubleNorm(Net):
-    """Under DDP: clips by a float64 norm. ``clip_grad_norm_`` sums in float32, so it differs in the last bit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms: list[float] = []
-
-    def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
-    ) -> None:
-        ddp = isinstance(self.trainer.strategy, pl.strategies.DDPStrategy)
-        norm = full_norm(self) if ddp else grad_norm(self)
-        self.norms.append(float(norm))
-        if ddp and gradient_clip_algorithm == "norm":
-            torch.nn.utils.clip_grads_with_norm_(self.parameters(), gradient_clip_val, norm)
-        else:
-            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
 
 def full_norm(module: Net) -> Tensor:
@@ -66,20 +48,7 @@ def full_norm(module: Net) -> Tensor:
     return torch.stack([torch.zeros((), dtype=torch.float64), *gradients]).sum().sqrt().float()
 
 
-@pytest.mark.parametrize(("algorithm", "at"), [("norm", 0.2), ("value", 0.01)])
-def test_gradient_clip_val_clips_what_ddp_clips(algorithm: str, at: float) -> None:
-    def play(strategy: Strategy) -> dict[str, Any]:
-        module = DoubleNorm()
-        trainer = fit(strategy, module, gradient_clip_val=at, gradient_clip_algorithm=algorithm)
-        result = made(module, trainer)
-        if isinstance(strategy, pl.strategies.DDPStrategy):
-            assert min(module.norms) > 0.2, "there is nothing to clip"
-        return result
-
-    assert_same(each_strategy(play))
-
-
-def test_configure_gradient_clipping_may_clip_by_itself_and_log_the_norm() -> None:
+def configure_gradient_clipping_may_clip_by_itself_and_log_the_norm() -> Row:
     """``grad_norm`` is the number that a float64 norm over DDP's full gradients is."""
 
     class Clipping(Net):
@@ -94,17 +63,15 @@ def test_configure_gradient_clipping_may_clip_by_itself_and_log_the_norm() -> No
             self.clip_gradients(
                 optimizer, gradient_clip_val=0.01 * (1 + self.global_step), gradient_clip_algorithm="value"
             )
-            if not isinstance(self.trainer.strategy, pl.strategies.DDPStrategy):
-                self.log("clipped", grad_norm(self))
-            else:
-                self.log("clipped", full_norm(self))
+            ddp = isinstance(self.trainer.strategy, pl.strategies.DDPStrategy)
+            self.log("clipped", full_norm(self) if ddp else grad_norm(self))
 
     def play(strategy: Strategy) -> dict[str, Any]:
         module, memory = Clipping(), Memory()
         trainer = fit(strategy, module, logger=memory, log_every_n_steps=1)
         return {**made(module, trainer), "rows": memory.rows}
 
-    results = each_strategy(play)
+    results = yield compared(play)
     logged = [row for _, row in results[0]["ddp"]["rows"] if "norm" in row]
     assert len(logged) == 4
     assert all(0 < row["clipped"] < row["norm"] for row in logged)
@@ -134,8 +101,7 @@ class Scheduled(Net):
         return {"optimizer": optimizer, "lr_scheduler": config}
 
 
-@pytest.mark.parametrize("kind", ["step", "epoch", "plateau"])
-def test_schedulers_move_the_learning_rate_of_the_sharded_optimizer(kind: str) -> None:
+def schedulers_move_the_learning_rate_of_the_sharded_optimizer(kind: str) -> Row:
     def play(strategy: Strategy) -> dict[str, Any]:
         module, memory = Scheduled(kind), Memory()
         trainer = fit(
@@ -152,7 +118,7 @@ def test_schedulers_move_the_learning_rate_of_the_sharded_optimizer(kind: str) -
         groups = [group["lr"] for group in module.optimizers().param_groups]
         return {**made(module, trainer), "rates": [row for row in rates if row], "groups": groups}
 
-    results = each_strategy(play)
+    results = yield compared(play)
     ddp = results[0]["ddp"]
     assert len({tuple(row.items()) for row in ddp["rates"]}) == (9 if kind == "step" else 3)
     assert_same(results)
@@ -179,8 +145,7 @@ class Measured(Net):
         self.log("val_loss", F.mse_loss(y_hat, y), sync_dist=True)
 
 
-@pytest.mark.parametrize("inference_mode", [True, False])
-def test_sanity_check_and_validation_in_mid_epoch_change_nothing(inference_mode: bool) -> None:
+def sanity_check_and_validation_in_mid_epoch_change_nothing(inference_mode: bool) -> Row:
     def play(strategy: Strategy) -> dict[str, Any]:
         module, memory = Measured(), Memory()
         trainer = fit(
@@ -197,14 +162,13 @@ def test_sanity_check_and_validation_in_mid_epoch_change_nothing(inference_mode:
         )
         return {**made(module, trainer), "validations": module.validations, "rows": memory.rows}
 
-    results = each_strategy(play)
+    results = yield compared(play)
     # Two batches each: the sanity check, and after every second step.
     assert results[0]["ddp"]["validations"] == [(step, False) for step in (0, 0, 2, 2, 4, 4, 6, 6, 8, 8)]
     assert_same(results)
 
 
-@pytest.mark.parametrize("inference_mode", [True, False])
-def test_validate_test_and_predict_without_fit_and_after_it(inference_mode: bool) -> None:
+def validate_test_and_predict_without_fit_and_after_it(inference_mode: bool) -> Row:
     def play(strategy: Strategy) -> dict[str, Any]:
         module = Net()
         trainer = make_trainer(strategy, inference_mode=inference_mode)
@@ -222,7 +186,7 @@ def test_validate_test_and_predict_without_fit_and_after_it(inference_mode: bool
         assert before[0] != after[0]
         return {**made(module, trainer), "before": before, "after": after}
 
-    assert_same(each_strategy(play))
+    assert_same((yield compared(play)))
 
 
 def test_a_model_called_directly_under_inference_mode_and_then_trained() -> None:
@@ -270,7 +234,7 @@ class Generating(Net):
         self.generate(1)
 
 
-def test_generation_in_validation_and_outside_any_step() -> None:
+def generation_in_validation_and_outside_any_step() -> Row:
     class Sampler(pl.Callback):
         def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
             pl_module.eval()
@@ -282,7 +246,7 @@ def test_generation_in_validation_and_outside_any_step() -> None:
         trainer = fit(strategy, module, count=3, val=2, max_epochs=2, callbacks=[Sampler()])
         return {**made(module, trainer), "generated": module.generated}
 
-    results = each_strategy(play)
+    results = yield compared(play)
     assert len(results[0]["ddp"]["generated"]) == 2 + 1 + 2 * (2 + 1 + 2)
     assert_same(results)
 
@@ -291,31 +255,31 @@ def test_generation_in_validation_and_outside_any_step() -> None:
 # The Trainer's other switches
 
 
-def test_early_stopping_stops_at_the_same_epoch() -> None:
+def early_stopping_stops_at_the_same_epoch() -> Row:
     def play(strategy: Strategy) -> dict[str, Any]:
         module = Net()
         stopper = EarlyStopping("val_loss", patience=1, min_delta=0.02)
         trainer = fit(strategy, module, count=3, val=2, max_epochs=20, callbacks=[stopper])
         return {**made(module, trainer), "stopped": stopper.stopped_epoch, "best": stopper.best_score}
 
-    results = each_strategy(play)
+    results = yield compared(play)
     assert 0 < results[0]["ddp"]["stopped"] < 19
     assert_same(results)
 
 
-def test_fast_dev_run_and_detect_anomaly() -> None:
+def fast_dev_run_and_detect_anomaly() -> Row:
     def play(strategy: Strategy) -> dict[str, Any]:
         module = Measured()
         trainer = fit(strategy, module, count=5, val=3, fast_dev_run=2, detect_anomaly=True)
         trainer.test(module, batches(3), verbose=False)
         return made(module, trainer)
 
-    results = each_strategy(play)
+    results = yield compared(play)
     assert results[0]["ddp"]["global_step"] == 2
     assert_same(results)
 
 
-def test_detect_anomaly_names_a_nan_in_backward() -> None:
+def detect_anomaly_names_a_nan_in_backward() -> Row:
     class Rooted(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return (self(self.data(batch_idx)[0]) * 0).sqrt().sum()  # 0 times infinity in backward
@@ -328,10 +292,10 @@ def test_detect_anomaly_names_a_nan_in_backward() -> None:
             fit(strategy, Rooted(), detect_anomaly=True)
         return {}
 
-    each_strategy(play)
+    yield compared(play)
 
 
-def test_the_distributed_sampler_gives_every_rank_its_own_part() -> None:
+def the_distributed_sampler_gives_every_rank_its_own_part() -> Row:
     class Supervised(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             self.losses.append(batch[0].detach().clone())
@@ -348,13 +312,13 @@ def test_the_distributed_sampler_gives_every_rank_its_own_part() -> None:
         trainer.fit(module, loader, DataLoader(TensorDataset(*data), batch_size=3))
         return made(module, trainer)
 
-    results = each_strategy(play)
+    results = yield compared(play)
     seen = torch.cat([torch.cat(result["stage 3"]["losses"][:4]) for result in results])
     assert len(seen.unique(dim=0)) == 24  # 2 ranks, 4 batches of 3 in the first epoch: every sample once
     assert_same(results)
 
 
-def test_model_summary_and_progress_bar_see_the_whole_model() -> None:
+def model_summary_and_progress_bar_see_the_whole_model() -> Row:
     class Summary(ModelSummary):
         seen: tuple[Any, ...] = ()
 
@@ -387,13 +351,13 @@ def test_model_summary_and_progress_bar_see_the_whole_model() -> None:
         )
         return {**made(module, trainer), "summary": summary.seen}
 
-    results = each_strategy(play)
+    results = yield compared(play)
     total = sum(p.numel() for p in Net().parameters())
     assert results[0]["ddp"]["summary"][:2] == (total, total - WIDTH * WIDTH - WIDTH)
     assert_same(results)
 
 
-def test_fit_goes_on_in_the_same_trainer() -> None:
+def fit_goes_on_in_the_same_trainer() -> Row:
     def play(strategy: Strategy) -> dict[str, Any]:
         module = Net()
         trainer = fit(strategy, module, count=2, val=1)
@@ -402,12 +366,12 @@ def test_fit_goes_on_in_the_same_trainer() -> None:
         trainer.fit(module, batches(2), batches(1))
         return {**made(module, trainer), "first": first}
 
-    results = each_strategy(play)
+    results = yield compared(play)
     assert results[0]["ddp"]["epoch"] == 3
     assert_same(results)
 
 
-def test_a_second_module_in_the_same_trainer() -> None:
+def a_second_module_in_the_same_trainer() -> Row:
     def play(strategy: Strategy) -> dict[str, Any]:
         first, second = Net(), Net(seed=2)
         trainer = fit(strategy, first, count=2)
@@ -416,4 +380,23 @@ def test_a_second_module_in_the_same_trainer() -> None:
         trainer.fit(second, batches(2))
         return {**made(second, trainer), "first": values}
 
-    assert_same(each_strategy(play))
+    assert_same((yield compared(play)))
+
+
+def test_what_users_switch_on_acts_as_under_ddp() -> None:
+    in_one_world(
+        2,
+        accumulation_steps_once_per_window_also_in_an_uneven_last_one(),
+        configure_gradient_clipping_may_clip_by_itself_and_log_the_norm(),
+        *map(schedulers_move_the_learning_rate_of_the_sharded_optimizer, ("step", "epoch", "plateau")),
+        sanity_check_and_validation_in_mid_epoch_change_nothing(inference_mode=True),
+        validate_test_and_predict_without_fit_and_after_it(inference_mode=False),
+        generation_in_validation_and_outside_any_step(),
+        early_stopping_stops_at_the_same_epoch(),
+        fast_dev_run_and_detect_anomaly(),
+        the_distributed_sampler_gives_every_rank_its_own_part(),
+        model_summary_and_progress_bar_see_the_whole_model(),
+        fit_goes_on_in_the_same_trainer(),
+        a_second_module_in_the_same_trainer(),
+        detect_anomaly_names_a_nan_in_backward(),
+    )
