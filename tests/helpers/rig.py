@@ -206,6 +206,27 @@ class Rig:
             raise OffloadError(f"Rank {self.rank}: {failure}") from failure
 
 
+class RowNormalised(Optimizer):
+    """A third party's optimizer: not elementwise, state of the parameter's shape, of another shape and of none."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state.update(steps=0, average=torch.zeros_like(parameter), norms=parameter.new_zeros(7))
+                state["steps"] += 1
+                state["average"].mul_(0.9).add_(parameter.grad)
+                state["norms"][state["steps"] % 7] = parameter.grad.norm()
+                parameter.sub_(state["average"] / (state["norms"].sum() + 1) * group["lr"])
+
+
 class Whole:
     """The same training on whole parameters: what every rig must be equal to."""
 

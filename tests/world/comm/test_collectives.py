@@ -31,13 +31,10 @@ OTHERS = (torch.int64, torch.int32, torch.uint8)
 SIZE = 192  # elements per rank
 
 
-WIRES = ("gloo", "shared memory", "two hops", "shared memory, allocated")
+FLAT = ("gloo", "shared memory", "shared memory, allocated")
 RANKS_OF_A_HOST = 2
-
-
-def ranks_of(name: str, world_size: int) -> int:
-    """As many ranks, or as many hosts."""
-    return world_size * RANKS_OF_A_HOST if name == "two hops" else world_size
+# The wires that are tried one after the other in one world, and how many ranks it has.
+WORLDS = pytest.mark.parametrize(("names", "world_size"), [(FLAT, 3), (("two hops",), 4)], ids=["flat", "two hops"])
 
 
 def order_of(name: str, world_size: int) -> list[int]:
@@ -83,96 +80,98 @@ def average(world_size: int, dtype: torch.dtype, salt: int = 0) -> Tensor:
     return total if dtype == torch.float16 else total / world_size
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("name", WIRES)
-def test_against_the_reference_bit_for_bit(name: str, world_size: int) -> None:
-    world_size = ranks_of(name, world_size)
-    order = order_of(name, world_size)
-
+@WORLDS
+def test_against_the_reference_bit_for_bit(names: tuple[str, ...], world_size: int) -> None:
     def run(rank: int) -> None:
-        comm = wire(name)
-        for dtype in (*FLOATING, *OTHERS):
-            full = placed(comm, name, torch.zeros(world_size * SIZE, dtype=dtype))
-            comm.own_range(full).copy_(comm.own_range(buffer_of(rank, world_size, dtype)))
-            comm.all_gather(full, "gather").wait()
-            rows = [buffer_of(rank, world_size, dtype).chunk(world_size)[place] for place, rank in enumerate(order)]
-            assert torch.equal(full, torch.cat(rows)), dtype
-            for place, source in enumerate(order):
-                value = placed(comm, name, buffer_of(rank, world_size, dtype))
-                comm.broadcast(value, place).wait()
-                assert torch.equal(value, buffer_of(source, world_size, dtype)), dtype
-        for dtype in FLOATING:
-            expected = comm.own_range(average(world_size, dtype))
-            bucket = placed(comm, name, buffer_of(rank, world_size, dtype))
-            shard = torch.full((SIZE,), 7.0, dtype=dtype)
-            comm.reduce_scatter(bucket, shard, "apart").wait()
-            assert torch.equal(shard, expected), dtype
-            bucket = placed(comm, name, buffer_of(rank, world_size, dtype))
-            comm.reduce_scatter(bucket, comm.own_range(bucket), "in place").wait()
-            assert torch.equal(comm.own_range(bucket), expected), dtype
+        for name in names:
+            comm, order = wire(name), order_of(name, world_size)
+            for dtype in (*FLOATING, *OTHERS):
+                at = f"{name}, {dtype}"
+                full = placed(comm, name, torch.zeros(world_size * SIZE, dtype=dtype))
+                comm.own_range(full).copy_(comm.own_range(buffer_of(rank, world_size, dtype)))
+                comm.all_gather(full, "gather").wait()
+                rows = [buffer_of(rank, world_size, dtype).chunk(world_size)[place] for place, rank in enumerate(order)]
+                assert torch.equal(full, torch.cat(rows)), at
+                for place, source in enumerate(order):
+                    value = placed(comm, name, buffer_of(rank, world_size, dtype))
+                    comm.broadcast(value, place).wait()
+                    assert torch.equal(value, buffer_of(source, world_size, dtype)), at
+                if dtype in OTHERS:
+                    continue
+                expected = comm.own_range(average(world_size, dtype))
+                bucket = placed(comm, name, buffer_of(rank, world_size, dtype))
+                shard = torch.full((SIZE,), 7.0, dtype=dtype)
+                comm.reduce_scatter(bucket, shard, "apart").wait()
+                assert torch.equal(shard, expected), at
+                bucket = placed(comm, name, buffer_of(rank, world_size, dtype))
+                comm.reduce_scatter(bucket, comm.own_range(bucket), "in place").wait()
+                assert torch.equal(comm.own_range(bucket), expected), at
 
     run_world(world_size, run)
 
 
-@pytest.mark.parametrize("name", WIRES)
-def test_uneven_pieces(name: str) -> None:
+@WORLDS
+def test_uneven_pieces(names: tuple[str, ...], world_size: int) -> None:
     def run(rank: int) -> None:
-        splits = [[0, 2, 1, 5], [3, 0, 0, 1], [1, 1, 4, 0], [0, 2, 0, 3]]  # from row to column
-        comm = wire(name)
-        rank = comm.rank
-        mine = placed(comm, name, torch.arange(sum(splits[rank])) + 10 * rank)
-        received = torch.full((sum(row[rank] for row in splits),), -1)
-        comm.all_to_all(received, mine, [row[rank] for row in splits], splits[rank]).wait()
-        rows = [(torch.arange(sum(row)) + 10 * source).split(row)[rank] for source, row in enumerate(splits)]
-        assert torch.equal(received, torch.cat(rows))
+        whole = [[0, 2, 1, 5], [3, 0, 0, 1], [1, 1, 4, 0], [0, 2, 0, 3]]  # from row to column
+        splits = [row[:world_size] for row in whole[:world_size]]
+        for name in names:
+            comm = wire(name)
+            place = comm.rank
+            mine = placed(comm, name, torch.arange(sum(splits[place])) + 10 * place)
+            received = torch.full((sum(row[place] for row in splits),), -1)
+            comm.all_to_all(received, mine, [row[place] for row in splits], splits[place]).wait()
+            rows = [(torch.arange(sum(row)) + 10 * source).split(row)[place] for source, row in enumerate(splits)]
+            assert torch.equal(received, torch.cat(rows)), name
 
-    run_world(4, run)
+    run_world(world_size, run)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", WIRES)
-def test_many_at_once_never_share_a_buffer(name: str, world_size: int) -> None:
+@WORLDS
+def test_many_at_once_never_share_a_buffer(names: tuple[str, ...], world_size: int) -> None:
     """Also of two dtypes and sizes, waited for in another order than begun, with gathers in between."""
-    world_size = ranks_of(name, world_size)
 
     def run(rank: int) -> None:
-        comm = wire(name)
-        flying: list[tuple[Any, Tensor, Tensor]] = []
-        for salt in range(6):
-            dtype = (torch.float32, torch.float64)[salt % 2]
-            bucket = placed(comm, name, buffer_of(rank, world_size, dtype, salt))
-            shard = torch.zeros(SIZE, dtype=dtype)
-            pending = comm.reduce_scatter(bucket, shard, f"bucket {salt}")
-            flying.append((pending, shard, comm.own_range(average(world_size, dtype, salt))))
-            full = placed(comm, name, torch.zeros(world_size * SIZE))
-            comm.own_range(full).fill_(comm.rank + salt)
-            gathered = comm.all_gather(full, f"unit {salt}")
-            flying.append((gathered, full, torch.arange(world_size).repeat_interleave(SIZE).float() + salt))
-        for pending, result, expected in reversed(flying):
-            pending.wait()
-            pending.wait()  # a second time does nothing
-            assert pending.done
-            assert torch.equal(result, expected)
+        for name in names:
+            comm = wire(name)
+            flying: list[tuple[Any, Tensor, Tensor]] = []
+            for salt in range(6):
+                dtype = (torch.float32, torch.float64)[salt % 2]
+                bucket = placed(comm, name, buffer_of(rank, world_size, dtype, salt))
+                shard = torch.zeros(SIZE, dtype=dtype)
+                pending = comm.reduce_scatter(bucket, shard, f"bucket {salt}")
+                flying.append((pending, shard, comm.own_range(average(world_size, dtype, salt))))
+                full = placed(comm, name, torch.zeros(world_size * SIZE))
+                comm.own_range(full).fill_(comm.rank + salt)
+                gathered = comm.all_gather(full, f"unit {salt}")
+                flying.append((gathered, full, torch.arange(world_size).repeat_interleave(SIZE).float() + salt))
+            for pending, result, expected in reversed(flying):
+                pending.wait()
+                pending.wait()  # a second time does nothing
+                assert pending.done, name
+                assert torch.equal(result, expected), name
 
     run_world(world_size, run)
 
 
-@pytest.mark.parametrize("name", WIRES)
-def test_a_gather_from_a_source(name: str) -> None:
+@WORLDS
+def test_a_gather_from_a_source(names: tuple[str, ...], world_size: int) -> None:
     """Of the same dtype and of another one; twice, with new values in between."""
 
     def run(rank: int) -> None:
-        comm = wire(name)
-        source = placed(comm, name, torch.full((SIZE,), 1.0 + comm.rank))
-        for change in range(3):
-            for dtype in (torch.float32, torch.bfloat16):
-                full = torch.full((4 * SIZE,), 7, dtype=dtype)
-                comm.all_gather(full, "unit", source=source, version=1 + change).wait()
-                assert torch.equal(full, torch.arange(1 + change, 5 + change).repeat_interleave(SIZE).to(dtype))
-            comm.groups.control.barrier()  # nobody writes before all have read
-            source.add_(1)
+        for name in names:
+            comm = wire(name)
+            source = placed(comm, name, torch.full((SIZE,), 1.0 + comm.rank))
+            for change in range(3):
+                for dtype in (torch.float32, torch.bfloat16):
+                    full = torch.full((world_size * SIZE,), 7, dtype=dtype)
+                    comm.all_gather(full, "unit", source=source, version=1 + change).wait()
+                    expected = torch.arange(1 + change, 1 + change + world_size).repeat_interleave(SIZE).to(dtype)
+                    assert torch.equal(full, expected), name
+                comm.groups.control.barrier()  # nobody writes before all have read
+                source.add_(1)
 
-    run_world(4, run)
+    run_world(world_size, run)
 
 
 def test_a_gather_and_a_reduction_in_one_group_find_their_own() -> None:
@@ -232,21 +231,20 @@ def test_without_patience_a_late_reduction_gets_memory_of_its_own() -> None:
     run_world(2, run, timeout=30)
 
 
-@pytest.mark.parametrize("name", WIRES[:2])
-def test_observers_see_kind_size_and_purpose(name: str) -> None:
-    def run(rank: int) -> list[tuple[str, str, int, int]]:
-        comm, seen = wire(name), []
-        comm.observers.append(lambda call: seen.append((call.kind, call.what, call.numel, call.nbytes)))
-        comm.all_gather(torch.zeros(4), "a").wait()
-        comm.reduce_scatter(torch.zeros(6, dtype=torch.float64), torch.zeros(3, dtype=torch.float64), "b").wait()
-        comm.broadcast(torch.zeros(5, dtype=torch.uint8), 1, "c").wait()
-        return seen
+def test_observers_see_kind_size_and_purpose() -> None:
+    def run(rank: int) -> None:
+        for name in FLAT[:2]:
+            comm, seen = wire(name), []
+            comm.observers.append(lambda call, seen=seen: seen.append((call.kind, call.what, call.numel, call.nbytes)))
+            comm.all_gather(torch.zeros(4), "a").wait()
+            comm.reduce_scatter(torch.zeros(6, dtype=torch.float64), torch.zeros(3, dtype=torch.float64), "b").wait()
+            comm.broadcast(torch.zeros(5, dtype=torch.uint8), 1, "c").wait()
+            assert seen == [("all_gather", "a", 4, 16), ("reduce_scatter", "b", 6, 48), ("broadcast", "c", 5, 5)], name
 
-    expected = [("all_gather", "a", 4, 16), ("reduce_scatter", "b", 6, 48), ("broadcast", "c", 5, 5)]
-    assert run_world(2, run) == [expected, expected]
+    run_world(2, run)
 
 
-@pytest.mark.parametrize("name", WIRES[:2])
+@pytest.mark.parametrize("name", FLAT[:2])
 def test_a_dead_peer_is_an_error_that_says_what_was_under_way(name: str) -> None:
     class Gone(Exception):
         pass
@@ -285,6 +283,7 @@ def test_a_transfer_that_failed_fails_again() -> None:
     assert run_world(3, run, timeout=20) == [2, 0, 2]
 
 
+@pytest.mark.thorough  # the wait is 8 seconds
 @pytest.mark.parametrize("kind", ["reduction", "gather"])
 def test_a_rank_that_is_killed_in_the_middle_of_a_message_ends_the_wait_for_it(kind: str) -> None:
     """Of a message that was cut off gloo tells nobody."""
@@ -326,7 +325,7 @@ def test_threads_hold_no_memory_of_what_they_have_taken_through(name: str) -> No
 
     def run(rank: int) -> list[int]:
         comm, found = wire(name), list[int]()
-        full, end = torch.zeros(ranks_of(name, 2) * SIZE), Passage.end
+        full, end = torch.zeros((4 if name == "two hops" else 2) * SIZE), Passage.end
         bucket = full.clone()
         keys = [storage_key(full), storage_key(bucket)]
         alone = [users_of(key) for key in keys]
@@ -349,7 +348,7 @@ def test_threads_hold_no_memory_of_what_they_have_taken_through(name: str) -> No
             Passage.end = end  # type: ignore[method-assign]
         return found
 
-    for found in run_world(ranks_of(name, 2), run):
+    for found in run_world((4 if name == "two hops" else 2), run):
         assert found == [0] * 4
 
 
@@ -378,31 +377,35 @@ def test_one_rank_needs_no_wire() -> None:
         assert torch.equal(result, torch.arange(6.0))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", [*WIRES[:2], "hosts"])
-def test_numbers_put_together(name: str, world_size: int) -> None:
+def test_numbers_put_together() -> None:
     """Sums, and largest numbers with NaN of either sign above infinity: the same bits on every rank."""
-    columns = [
-        [0.0, 2.0**-1074, 1.0, 1e300],
-        [1.0, 0.0, float("inf"), 3.0],
-        [float("nan"), 1.0, -float("nan"), 2.0],
-    ]
+    rows = torch.tensor(
+        [
+            [0.0, 2.0**-1074, 1.0, 1e300],
+            [1.0, 0.0, float("inf"), 3.0],
+            [float("nan"), 1.0, -float("nan"), 2.0],
+        ],
+        dtype=torch.float64,
+    )
+    ways = (*FLAT[:2], "hosts")
 
-    def run(rank: int) -> list[Tensor]:
-        comm = Groups.create("gloo").control if name == "hosts" else wire(name)
-        mine = torch.tensor(columns[rank], dtype=torch.float64)
-        assert comm.device == CPU
-        return [comm.total(mine.clone()), comm.total(mine.clone(), largest=True)]
+    def run(rank: int) -> list[list[Tensor]]:
+        found = []
+        for name in ways:
+            comm = Groups.create("gloo").control if name == "hosts" else wire(name)
+            assert comm.device == CPU
+            found.append([comm.total(rows[rank].clone()), comm.total(rows[rank].clone(), largest=True)])
+        return found
 
-    rows = torch.tensor(columns[:world_size], dtype=torch.float64)
     expected = [rows.sum(0), rows.amax(0)]
-    found = run_world(world_size, run)
-    for mine in found:
-        for numbers, right, first in zip(mine, expected, found[0], strict=True):
-            assert numbers.dtype is torch.float64
-            assert torch.equal(numbers.view(torch.int64), first.view(torch.int64))
-            assert torch.equal(numbers.isnan(), right.isnan())
-            assert torch.equal(numbers.nan_to_num(0.0), right.nan_to_num(0.0))
+    first, *others = run_world(3, run)
+    for ranks in (first, *others):
+        for name, mine, of_first in zip(ways, ranks, first, strict=True):
+            for numbers, right, bits in zip(mine, expected, of_first, strict=True):
+                assert numbers.dtype is torch.float64, name
+                assert torch.equal(numbers.view(torch.int64), bits.view(torch.int64)), name
+                assert torch.equal(numbers.isnan(), right.isnan()), name
+                assert torch.equal(numbers.nan_to_num(0.0), right.nan_to_num(0.0)), name
 
 
 def test_one_rank_keeps_its_numbers() -> None:

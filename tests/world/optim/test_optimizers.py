@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from lightning_zero.errors import UnsupportedOptimizerError
 from tests.helpers.cases import WIDTH, Block, Case, Stack, case
 from tests.helpers.models import Gain, OddSizes
 from tests.helpers.probe import Probe, fit, masters, pairwise_mean
-from tests.helpers.training import build, make_trainer, quiet
+from tests.helpers.rig import RowNormalised
+from tests.helpers.training import build
 from tests.helpers.world import run_world
 
 Make = Callable[[list[Any]], Optimizer]
@@ -78,41 +78,48 @@ def without_empty(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**group, "params": [p for p in group["params"] if p.numel()]} for group in groups]
 
 
-def variants() -> dict[str, Callable[[nn.Module], Optimizer]]:
-    found: dict[str, Callable[[nn.Module], Optimizer]] = {}
+def variants() -> dict[str, list[Callable[[nn.Module], Optimizer]]]:
+    """Of each optimizer: one parameter after the other, all at once, and fused where torch can."""
+    found = {}
     for name, (cls, options) in ELEMENTWISE.items():
         flags: list[dict[str, bool]] = [{"foreach": False}, {"foreach": True}]
         if name in FUSED:
             flags.append({"fused": True})
-        for flag in flags:
-            found[f"{name} {next(iter(flag))}={next(iter(flag.values()))}"] = lambda m, c=cls, o={**options, **flag}: c(
-                two_groups(m), **o
-            )
+        found[name] = [lambda m, c=cls, o={**options, **flag}: c(two_groups(m), **o) for flag in flags]
     return found
 
 
-def reference(model: Case, make: Callable[[nn.Module], Any], steps: int = STEPS) -> dict[str, Tensor]:
-    """Whole parameters on every rank. Collective."""
+def reference(
+    model: Case,
+    make: Callable[[nn.Module], Any],
+    before: Callable[[Any, Optimizer, int], None] = lambda module, optimizer, step: None,
+) -> dict[str, Tensor]:
+    """Whole parameters on every rank; ``before`` each step something may be done to the optimizer. Collective."""
     module = Probe(model, make)
     optimizer = make(module)
     scheduler = None
     if isinstance(optimizer, tuple):
         (optimizer,), (scheduler,) = optimizer
-    for step in range(steps):
-        optimizer.zero_grad()
+    for step in range(STEPS):
+        before(module, optimizer, step)
+        module.zero_grad()
         model.loss(module.model, model.batch(dist.get_rank(), step)).backward()
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                parameter.grad = pairwise_mean(parameter.grad)
+        used: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(used, [parameter.grad is not None for parameter in module.parameters()])
+        for parameter, *by_rank in zip(module.parameters(), *used, strict=True):
+            if any(by_rank):  # a rank that did not use it counts zeros
+                parameter.grad = pairwise_mean(
+                    torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                )
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
-def sharded(model: Case, stage: int, make: Callable[[nn.Module], Any], steps: int = STEPS) -> dict[str, Tensor]:
+def sharded(model: Case, stage: int, make: Callable[[nn.Module], Any], **options: Any) -> dict[str, Tensor]:
     probe = Probe(model, make)
-    fit(probe, stage=stage, micro_steps=steps)
+    fit(probe, stage=stage, micro_steps=STEPS, **options)
     return masters(probe)
 
 
@@ -121,27 +128,22 @@ def unlike(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> list[str]:
     return [name for name, value in expected.items() if not torch.equal(value, actual[name])]
 
 
-@pytest.mark.parametrize(("part", "world_size"), [(0, 2), (1, 2), (0, 3)])
-def test_elementwise_optimizers_of_torch(world_size: int, part: int) -> None:
-    makes = dict(list(variants().items())[part::2])
-    if world_size == 3:  # other cuts: of every optimizer its last variant, fused or foreach
-        makes = {name.rpartition(" ")[0]: make for name, make in variants().items()}
-        assert makes.keys() == ELEMENTWISE.keys()
-    # Which stage it is decides which gradients and parameters a shard gets, not how it is stepped: of each two variants
-    # of an optimizer one is taken in stage 1 and the other in stage 3, where cuts fall alike.
-    first = [[3], [1]][part] if world_size == 2 else [3]
-
+# Which stage it is decides which gradients and parameters a shard gets, not how it is stepped; worlds cut differently.
+@pytest.mark.parametrize(
+    ("world_size", "stage", "variant"),
+    [(2, 3, -1), pytest.param(2, 1, 0, marks=pytest.mark.thorough), pytest.param(3, 3, 1, marks=pytest.mark.thorough)],
+)
+def test_elementwise_optimizers_of_torch(world_size: int, stage: int, variant: int) -> None:
     def run(rank: int) -> dict[str, list[str]]:
         found = {}
-        for name, make in makes.items():
-            expected = reference(ODD, make)
-            start = {f"model.{key}": value for key, value in build(ODD).named_parameters()}
-            trainable = [key for key, value in start.items() if value.requires_grad and value.numel()]
-            unchanged = [key for key in trainable if torch.equal(start[key], expected[key])]
+        start = {f"model.{key}": value for key, value in build(ODD).named_parameters()}
+        trainable = [key for key, value in start.items() if value.requires_grad and value.numel()]
+        for name, makes in variants().items():
+            expected = reference(ODD, makes[variant])
             # The reference itself trains: all but the gain that nobody uses.
+            unchanged = [key for key in trainable if torch.equal(start[key], expected[key])]
             found[f"reference of {name}"] = [key for key in unchanged if not key.endswith("gain")]
-            for stage in first:
-                found[f"{name}, stage {stage}"] = unlike(expected, sharded(ODD, stage, make))
+            found[name] = unlike(expected, sharded(ODD, stage, makes[variant]))
         return found
 
     for found in run_world(world_size, run, timeout=200):
@@ -157,27 +159,6 @@ def test_every_optimizer_of_torch_is_decided_on() -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Whole-matrix optimizers
-
-
-class RowNormalised(Optimizer):
-    """A third party's: its update of an element depends on the whole parameter."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state.update(steps=0, average=torch.zeros_like(parameter), norms=torch.zeros(7))
-                state["steps"] += 1
-                state["average"].mul_(0.9).add_(parameter.grad)
-                state["norms"][state["steps"] % 7] = parameter.grad.norm()
-                parameter.sub_(state["average"] / (state["norms"].sum() + 1) * group["lr"])
 
 
 class CentralisedAdam(torch.optim.Adam):
@@ -233,27 +214,26 @@ class SaveAfter(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_whole_matrix_optimizers_train_like_ddp(name: str, tmp_path: Path) -> None:
-    """With zero_grad, clipping and a checkpoint in the middle; stage 1 with accumulation too, where DDP's order of
+def test_whole_matrix_optimizers_train_like_ddp(tmp_path: Path) -> None:
+    """With zero_grad, clipping and a checkpoint in the middle; stage 1 with accumulation, where DDP's order of
     additions is ours."""
-    model, make = WHOLE[name]
 
     def run(rank: int) -> dict[str, list[str]]:
         found = {}
-        expected = {accumulate: train_ddp(model, make, 4, accumulate) for accumulate in (1, 2)}
-        for stage, accumulate in ((1, 1), (1, 2), (2, 1), (3, 1)):
+        for (name, (model, make)), stage in zip(WHOLE.items(), (3, 1, 3, 1), strict=True):
+            accumulate = 2 if stage == 1 else 1
+            expected = train_ddp(model, make, 4, accumulate)
             options = {"gradient_clip_val": 0.05, "accumulate_grad_batches": accumulate}
-            path = str(tmp_path / f"{stage} {accumulate}")
+            path = str(tmp_path / f"{name} {stage}")
             batches = 4 * accumulate
             first, second = Probe(model, make), Probe(model, make)
             # After the second of four steps.
             save = SaveAfter(path, 2 * accumulate - 1)
             fit(first, stage=stage, micro_steps=batches, options=options, callbacks=[save])
             fit(second, stage=stage, micro_steps=batches, options=options, ckpt_path=path, first=2 * accumulate)
-            where = f"stage {stage}, {accumulate} micro-steps"
-            found[where] = unlike(expected[accumulate], masters(first))
-            found[f"{where}, resumed"] = unlike(expected[accumulate], masters(second))
+            where = f"{name}, stage {stage}, {accumulate} micro-steps"
+            found[where] = unlike(expected, masters(first))
+            found[f"{where}, resumed"] = unlike(expected, masters(second))
             assert len(second.losses) == 2 * accumulate
         return found
 
@@ -261,13 +241,12 @@ def test_whole_matrix_optimizers_train_like_ddp(name: str, tmp_path: Path) -> No
         assert not any(found.values()), {name: bad for name, bad in found.items() if bad}
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_whole_matrix_optimizers_on_three_ranks(name: str) -> None:
-    model, make = WHOLE[name]
-
-    def run(rank: int) -> dict[int, list[str]]:
-        expected = reference(model, make)
-        return {stage: unlike(expected, sharded(model, stage, make)) for stage in (1, 3)}
+def test_whole_matrix_optimizers_on_three_ranks() -> None:
+    def run(rank: int) -> dict[str, list[str]]:
+        return {
+            name: unlike(reference(model, make), sharded(model, stage, make))
+            for (name, (model, make)), stage in zip(WHOLE.items(), (1, 3, 1, 3), strict=True)
+        }
 
     for found in run_world(3, run):
         assert not any(found.values()), found
@@ -313,107 +292,67 @@ def without_head(module: Any) -> Optimizer:
 
 
 def test_schedulers_options_and_added_groups() -> None:
-    def by_hand(make: Callable[[Any], Optimizer], before: Callable[[Any, Optimizer, int], None]) -> dict[str, Tensor]:
-        module = Probe(ODD, make)
-        optimizer = make(module)
-        for step in range(STEPS):
-            before(module, optimizer, step)
-            module.zero_grad()
-            ODD.loss(module.model, ODD.batch(dist.get_rank(), step)).backward()
-            for parameter in module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad = pairwise_mean(parameter.grad)
-            optimizer.step()
-        return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    """The optimizer stays the user's object, and its groups have each parameter on every rank."""
 
     def add(module: Any, optimizer: Optimizer, step: int) -> None:
         if step == 2:
             optimizer.add_param_group({"params": list(module.model.head.parameters()), "lr": 0.02})
 
+    made: list[Optimizer] = []
+
     def adam(module: nn.Module) -> Optimizer:
-        return optim.Adam(two_groups(module), lr=0.01)
+        made.append(optim.Adam(two_groups(module), lr=0.01))
+        return made[-1]
 
     def run(rank: int) -> dict[str, list[str]]:
         found = {}
         scheduled = reference(ODD, with_scheduler)
-        changed = by_hand(adam, lambda module, optimizer, step: change(optimizer, step))
-        added = by_hand(without_head, add)
+        changed = reference(ODD, adam, lambda module, optimizer, step: change(optimizer, step))
+        added = reference(ODD, without_head, add)
+        counts = [len(group["params"]) for group in made[0].param_groups]
         for stage in (1, 3):
-            found[f"scheduler, stage {stage}"] = unlike(scheduled, sharded(ODD, stage, step_scheduler))
-            for name, expected, make, callback in (
-                ("options", changed, adam, ChangeOptions()),
-                ("group", added, without_head, AddGroup()),
-            ):
-                probe = Probe(ODD, make)
-                trainer = fit(probe, stage=stage, micro_steps=STEPS, callbacks=[callback])
-                found[f"{name}, stage {stage}"] = unlike(expected, masters(probe))
-                assert len(trainer.optimizers[0].param_groups) == 2
+            found[f"group, stage {stage}"] = unlike(added, sharded(ODD, stage, without_head, callbacks=[AddGroup()]))
+        found["scheduler"] = unlike(scheduled, sharded(ODD, 3, step_scheduler))
+        probe = Probe(ODD, adam)
+        trainer = fit(probe, stage=3, micro_steps=STEPS, callbacks=[ChangeOptions()])
+        found["options"] = unlike(changed, masters(probe))
+        assert trainer.optimizers[0] is made[-1]
+        assert [len(group["params"]) for group in made[-1].param_groups] == counts
         return found
 
     for found in run_world(2, run):
         assert not any(found.values()), found
 
 
-def test_the_optimizer_object_stays_the_user_s() -> None:
-    """Same object, same groups and options; each parameter has its place on all ranks, also with no element there."""
-
-    def run(rank: int) -> list[tuple[bool, list[int], list[float]]]:
-        found = []
-        for stage in (1, 3):
-            made: list[Optimizer] = []
-
-            def make(module: nn.Module, made: list[Optimizer] = made) -> Optimizer:
-                made.append(optim.SGD(two_groups(module), lr=0.05))
-                return made[0]
-
-            probe = Probe(ODD, make)
-            trainer = fit(probe, stage=stage, micro_steps=1)
-            groups = trainer.optimizers[0].param_groups
-            found.append(
-                (trainer.optimizers[0] is made[0], [len(g["params"]) for g in groups], [g["lr"] for g in groups])
-            )
-        return found
-
-    counts = [len(group["params"]) for group in two_groups(build(ODD))]
-    for found in run_world(3, run):
-        assert found == [(True, counts, [0.05, 0.003])] * 2
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Refusals
 
 
-REFUSED: list[tuple[str, Callable[[nn.Module], Any], str, str]] = [
-    ("sparse adam", lambda m: optim.SparseAdam(list(m.parameters())), "UnsupportedOptimizerError", "sparse gradients"),
-    ("foreign", lambda m: optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1), "ValueError", "not one of the model's"),
-]
+def foreign(module: nn.Module) -> Optimizer:
+    return optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
 
 
-@pytest.mark.parametrize(("name", "make", "error", "message"), REFUSED, ids=[row[0] for row in REFUSED])
-def test_refused_at_set_up_on_every_rank(name: str, make: Callable[[nn.Module], Any], error: str, message: str) -> None:
-    def run(rank: int) -> list[tuple[str, str, int]]:
-        found = []
-        for stage in (1, 3):
-            probe = Probe(MATRICES, make)
-            with pytest.raises(Exception) as caught:
-                fit(probe, stage=stage, micro_steps=1)
-            found.append((type(caught.value).__name__, str(caught.value), len(probe.losses)))
-        return found
-
-    for found in run_world(2, run):
-        for kind, text, losses in found:
-            assert kind == error
-            assert message in text
-            assert losses == 0
+def sparse(module: nn.Module) -> Optimizer:
+    return optim.SparseAdam(list(module.parameters()))
 
 
-def test_add_param_group_is_refused_for_whole_matrices() -> None:
+def whole_matrices(module: Any) -> Optimizer:
+    return optim.Adafactor([p for p in module.model.layers.parameters() if p.numel()], lr=0.01)
+
+
+def test_refused_on_every_rank() -> None:
     def run(rank: int) -> None:
-        def make(module: Any) -> Optimizer:
-            return optim.Adafactor([p for p in module.model.layers.parameters() if p.numel()], lr=0.01)
-
+        for stage in (1, 3):
+            for make, error, message in (
+                (sparse, UnsupportedOptimizerError, "sparse gradients"),
+                (foreign, ValueError, "not one of the model's"),
+            ):
+                probe = Probe(MATRICES, make)
+                with pytest.raises(error, match=message):
+                    fit(probe, stage=stage, micro_steps=1)
+                assert probe.losses == [], "not at set-up"
         with pytest.raises(UnsupportedOptimizerError, match="add_param_group"):
-            fit(Probe(ODD, make), stage=3, micro_steps=4, callbacks=[AddGroup()])
+            fit(Probe(ODD, whole_matrices), stage=3, micro_steps=4, callbacks=[AddGroup()])
 
     run_world(2, run)
 
@@ -439,92 +378,19 @@ def decaying(module: nn.Module) -> Optimizer:
 
 
 def test_unused_parameters_are_skipped_and_half_used_ones_count_zeros() -> None:
-    def by_hand(model: Case) -> dict[str, Tensor]:
-        module = Probe(model, decaying)
-        optimizer = decaying(module)
-        for step in range(STEPS):
-            module.zero_grad()
-            model.loss(module.model, model.batch(dist.get_rank(), step)).backward()
-            for name, parameter in module.named_parameters():
-                if "layers.2" not in name:
-                    gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-                    parameter.grad = pairwise_mean(gradient)
-            optimizer.step()
-        return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-
-    def run(rank: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def run(rank: int) -> None:
         model = case("routed", lambda: Routed((1,)))
-        expected = by_hand(model)
+        expected = reference(model, decaying)
         start = {f"model.{name}": value.detach() for name, value in build(model).named_parameters()}
         for stage in (1, 2, 3):
             probe = Probe(model, decaying)
             trainer = fit(probe, stage=stage, micro_steps=STEPS)
             final = masters(probe)
+            assert unlike(expected, final) == [], f"stage {stage}"
+            moved = [name for name in final if "layers.2" in name and not torch.equal(final[name], start[name])]
+            assert moved == [], f"stage {stage}: weight decay of a parameter that nobody used"
             adapter = trainer.strategy.adapter(trainer.optimizers[0])
-            found[f"stage {stage}"] = (
-                unlike(expected, final),
-                [name for name in final if "layers.2" in name and not torch.equal(final[name], start[name])],
-                sorted({name.split(".")[2] for name in adapter.named_state() if "layers" in name}),
-            )
-        return found
+            with_state = {name.split(".")[2] for name in adapter.named_state() if "layers" in name}
+            assert with_state == {"0", "1"}, f"stage {stage}"
 
-    for found in run_world(2, run):
-        for where, (different, moved, with_state) in found.items():
-            assert different == [], where
-            assert moved == [], f"{where}: weight decay of a parameter that nobody used"
-            assert with_state == ["0", "1"], where
-
-
-def test_manual_zero_grad_and_a_loader_of_one_s_own() -> None:
-    """Manual optimization: two backwards add up, ``zero_grad`` starts afresh."""
-
-    class Manual(Probe):
-        def __init__(self) -> None:
-            super().__init__(ODD, lambda m: optim.SGD(m.parameters(), lr=0.05))
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers()
-            self.manual_backward(self.case.loss(self.model, batch))
-            if batch_idx % 3 == 1:
-                optimizer.step()
-                optimizer.zero_grad()
-            if batch_idx % 3 == 2:
-                optimizer.zero_grad()
-
-    def by_hand() -> dict[str, Tensor]:
-        module = Manual()
-        optimizer = optim.SGD(module.parameters(), lr=0.05)
-        total: dict[str, Tensor] = {}
-        for step in range(6):
-            module.model.zero_grad()
-            ODD.loss(module.model, ODD.batch(dist.get_rank(), step)).backward()
-            for name, parameter in module.named_parameters():
-                if parameter.grad is not None:
-                    mean = pairwise_mean(parameter.grad)
-                    total[name] = total[name] + mean if name in total else mean
-            if step % 3 == 1:
-                for name, parameter in module.named_parameters():
-                    parameter.grad = total.get(name)
-                optimizer.step()
-            if step % 3:
-                total.clear()
-        return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-
-    def run(rank: int) -> dict[int, list[str]]:
-        expected = by_hand()
-        found = {}
-        for stage in (1, 2, 3):
-            module = Manual()
-            batches = [ODD.batch(rank, step) for step in range(6)]
-            with quiet():
-                from lightning_zero import ZeroStrategy
-
-                trainer = make_trainer(ZeroStrategy(stage=stage, units=ODD.units))
-                trainer.fit(module, DataLoader(batches, batch_size=None))
-            found[stage] = unlike(expected, masters(module))
-        return found
-
-    for found in run_world(2, run):
-        assert not any(found.values()), found
+    run_world(2, run)
