@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroCLI, ZeroPrecision, ZeroStrategy, full_parameters
 from tests.helpers.cases import WIDTH, Stack
+from tests.helpers.rows import Row, in_one_world
 from tests.helpers.training import make_trainer, quiet
-from tests.helpers.world import Failure, run_world
+from tests.helpers.world import run_world
 
 STAGES = (1, 2, 3)
 WEIGHT = "model.layers.0.up.weight"
@@ -82,17 +84,17 @@ def fit(
     return trainer
 
 
-def told(run: Callable[[int], Any], *, world_size: int = 2, **options: Any) -> list[str]:
-    """What each rank was told: ``"Type: message"``, or ``""`` where nothing was raised."""
+def attempt(run: Callable[[int], Any]) -> Callable[[int], str]:
+    """What a rank is told: ``"Type: message"``, or ``""`` where nothing is raised."""
 
-    def attempt(rank: int) -> str:
+    def act(rank: int) -> str:
         try:
             run(rank)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    return run_world(world_size, attempt, timeout=90, **options)
+    return act
 
 
 def check(messages: list[str], error: str, *parts: str) -> None:
@@ -103,19 +105,19 @@ def check(messages: list[str], error: str, *parts: str) -> None:
             assert part in message, f"rank {rank} was not told {part!r}: {message}"
 
 
+def refused(run: Callable[[int], Any], error: str, *parts: str) -> Row:
+    check((yield attempt(run)), error, *parts)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Ranks that are not the same program
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_different_models(stage: int) -> None:
-    def run(rank: int) -> None:
-        model = Stack()
-        if rank:
-            model.head = nn.Linear(WIDTH, 7)
-        fit(Module(model=model), stage)
-
-    check(told(run), "DivergenceError", "Rank 1 has another model", "model.head.weight", "same model")
+def other_models(stage: int, rank: int) -> None:
+    model = Stack()
+    if rank:
+        model.head = nn.Linear(WIDTH, 7)
+    fit(Module(model=model), stage)
 
 
 SETTINGS: dict[str, Callable[[int], ZeroStrategy]] = {
@@ -127,20 +129,32 @@ SETTINGS: dict[str, Callable[[int], ZeroStrategy]] = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_different_settings(name: str) -> None:
-    messages = told(lambda rank: fit(Module(), SETTINGS[name](rank)))
-    check(messages, "DivergenceError", "Rank 1 has another", "rank 0:", "rank 1:", "same strategy settings")
+def leaves_out_a_backward(module: Manual, optimizer: Any, loss: Tensor) -> None:
+    if not (module.global_rank == 1 and module.global_step == 1):
+        module.manual_backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("devices", "nodes"), [(3, 1), (2, 2)])
-def test_a_world_that_does_not_match(devices: int, nodes: int) -> None:
-    messages = told(lambda rank: fit(Module(), devices=devices, num_nodes=nodes))
-    check(messages, "ValueError", "world size (2)", f"devices={devices}", f"num_nodes={nodes}")
+def test_ranks_that_are_not_the_same_program() -> None:
+    settings = ("DivergenceError", "Rank 1 has another", "rank 0:", "rank 1:", "same strategy settings")
+    model = ("DivergenceError", "Rank 1 has another model", "model.head.weight", "same model")
+    in_one_world(
+        2,
+        *(refused(partial(other_models, stage), *model) for stage in (1, 3)),
+        *(refused(lambda rank, make=make: fit(Module(), make(rank)), *settings) for make in SETTINGS.values()),
+        refused(lambda rank: fit(Module(), devices=3), "ValueError", "world size (2)", "devices=3", "num_nodes=1"),
+        refused(lambda rank: fit(Module(), num_nodes=2), "ValueError", "world size (2)", "devices=2", "num_nodes=2"),
+    )
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_training_step_that_returned_none_on_one_rank(stage: int) -> None:
+def test_a_backward_that_one_rank_left_out(stage: int) -> None:
+    messages = run_world(2, attempt(lambda rank: fit(Manual(leaves_out_a_backward), stage)))
+    check(messages, "DivergenceError", "rank 0:", "rank 1:", "depends on the rank")
+
+
+def test_a_training_step_that_returned_none_on_one_rank() -> None:
     """Lightning refuses it where it happens; the other rank must not wait for it."""
 
     class Skips(Module):
@@ -148,50 +162,13 @@ def test_a_training_step_that_returned_none_on_one_rank(stage: int) -> None:
             loss = super().training_step(batch, batch_idx)
             return None if batch_idx == 1 and self.global_rank == 1 else loss
 
-    waiting, skipping = told(lambda rank: fit(Skips(), stage))
+    waiting, skipping = run_world(2, attempt(lambda rank: fit(Skips(), 3)))
     assert skipping.startswith("RuntimeError: Skipping the `training_step` by returning None"), skipping
     assert waiting.startswith("CommunicationError: Rank 0: "), waiting
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_backward_that_one_rank_left_out(stage: int) -> None:
-    def play(module: Manual, optimizer: Any, loss: Tensor) -> None:
-        if not (module.global_rank == 1 and module.global_step == 1):
-            module.manual_backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    messages = told(lambda rank: fit(Manual(play), stage))
-    check(messages, "DivergenceError", "rank 0:", "rank 1:", "depends on the rank")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings that cannot work
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_an_optimizer_over_foreign_parameters(stage: int) -> None:
-    class Foreign(Module):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD([*self.parameters(), nn.Parameter(torch.zeros(3, 5))], lr=0.1)
-
-    check(told(lambda rank: fit(Foreign(), stage)), "ValueError", "SGD", "(3, 5)", "self.parameters()")
-
-
-@pytest.mark.parametrize(
-    ("make", "parts"),
-    [
-        (lambda p: torch.optim.SparseAdam(p), ("SparseAdam", "dense", "use Adam")),
-    ],
-    ids=["SparseAdam"],
-)
-def test_optimizers_that_cannot_be_sharded(make: Callable[..., Any], parts: tuple[str, ...]) -> None:
-    class Refused(Module):
-        def configure_optimizers(self) -> Any:
-            return make(list(self.parameters()))
-
-    for stage in (1, 3):
-        check(told(lambda rank, stage=stage: fit(Refused(), stage)), "UnsupportedOptimizerError", *parts)
 
 
 @pytest.mark.parametrize("cli", [LightningCLI, ZeroCLI])
@@ -250,92 +227,100 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", READS)
-def test_a_parameter_read_between_phases_is_named(name: str) -> None:
+def read_between_phases(name: str) -> Row:
     class Reads(Module):
         def on_train_batch_end(self, *_: Any) -> None:
             READS[name](self.weight)
 
-    check(told(lambda rank: fit(Reads())), "ParameterAccessError", f"'{WEIGHT}'", "full_parameters")
+    return refused(lambda rank: fit(Reads()), "ParameterAccessError", f"'{WEIGHT}'", "full_parameters")
 
 
-def test_an_in_place_change_where_it_is_allowed_is_kept() -> None:
+def an_in_place_change_where_it_is_allowed_is_kept() -> Row:
     """The next step the messages name works: the change is what all ranks go on with."""
 
     def run(rank: int) -> Tensor:
         module = Module()
-        trainer = fit(module, batches=1)
+        fit(module, batches=1)
         with full_parameters(module):
             module.weight.detach().fill_(0.5)
-        del trainer
         with full_parameters(module):
             return module.weight.detach().clone()
 
-    for weight in run_world(2, run, timeout=90):
+    for weight in (yield run):
         assert bool((weight == 0.5).all())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Steps that cannot be taken
+# Optimizers and steps
 
 
-def test_a_raw_step_with_a_closure() -> None:
-    def play(module: Manual, optimizer: Any, loss: Tensor) -> None:
+class With(Module):
+    """An optimizer of ``make(parameters)``."""
+
+    def __init__(self, make: Callable[[list[nn.Parameter]], Any]) -> None:
+        super().__init__()
+        self._make = make
+
+    def configure_optimizers(self) -> Any:
+        return self._make(list(self.parameters()))
+
+
+def foreign(parameters: list[nn.Parameter]) -> Any:
+    return torch.optim.SGD([*parameters, nn.Parameter(torch.zeros(3, 5))], lr=0.1)
+
+
+def closure(module: Manual, optimizer: Any, loss: Tensor) -> None:
+    module.manual_backward(loss)
+    optimizer.optimizer.step(lambda: loss)
+
+
+def unsynchronised(module: Manual, optimizer: Any, loss: Tensor) -> None:
+    with module.trainer.strategy.block_backward_sync():
         module.manual_backward(loss)
-        optimizer.optimizer.step(lambda: loss)
-
-    for stage in (1, 3):
-        check(
-            told(lambda rank, stage=stage: fit(Manual(play), stage)), "RuntimeError", "AdamW.step(closure)", "backward"
-        )
+    optimizer.step()
 
 
-def test_a_step_after_a_backward_without_synchronisation() -> None:
-    def play(module: Manual, optimizer: Any, loss: Tensor) -> None:
-        with module.trainer.strategy.block_backward_sync():
-            module.manual_backward(loss)
-        optimizer.step()
+def graph(module: Manual, optimizer: Any, loss: Tensor) -> None:
+    module.manual_backward(loss, create_graph=True)
 
-    check(
-        told(lambda rank: fit(Manual(play), 1)), "RuntimeError", "AdamW", "between micro-steps", "block_backward_sync"
+
+def test_what_cannot_work_is_refused_by_name() -> None:
+    rows: dict[Callable[[], Module], tuple[str, ...]] = {
+        lambda: With(foreign): ("ValueError", "SGD", "(3, 5)", "self.parameters()"),
+        lambda: With(torch.optim.SparseAdam): ("UnsupportedOptimizerError", "SparseAdam", "dense", "use Adam"),
+        lambda: Manual(closure): ("RuntimeError", "AdamW.step(closure)", "backward"),
+        lambda: Manual(graph): ("RuntimeError", "create_graph=True", "not supported"),
+    }
+    between = ("RuntimeError", "AdamW", "between micro-steps", "block_backward_sync")
+    in_one_world(
+        2,
+        *(
+            refused(lambda rank, make=make, stage=stage: fit(make(), stage), *words)
+            for make, words in rows.items()
+            for stage in (1, 3)
+        ),
+        refused(lambda rank: fit(Manual(unsynchronised), 1), *between),
+        *map(read_between_phases, READS),
+        an_in_place_change_where_it_is_allowed_is_kept(),
     )
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_backward_that_builds_a_graph(stage: int) -> None:
-    def play(module: Manual, optimizer: Any, loss: Tensor) -> None:
-        module.manual_backward(loss, create_graph=True)
-
-    messages = told(lambda rank: fit(Manual(play), stage))
-    check(messages, "RuntimeError", "create_graph=True", "not supported")
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
-def test_fused_optimizers_do_not_corrupt_memory(optimizer: Any) -> None:
+def test_fused_optimizers_do_not_corrupt_memory() -> None:
     """Fused CPU kernels write ``numel()`` elements from a pointer. Three ranks: some own nothing of some parameters."""
 
-    class Fused(Module):
-        def __init__(self, fused: bool) -> None:
-            super().__init__()
-            self._fused = fused
-
-        def configure_optimizers(self) -> Any:
-            return optimizer(self.parameters(), lr=0.01, fused=self._fused)
-
-    def run(rank: int) -> list[dict[str, Tensor]]:
-        ends = []
-        for stage in STAGES:
-            for fused in (False, True):
-                module = Fused(fused)
+    def run(rank: int) -> None:
+        for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad):
+            ends = []
+            for stage, fused in ((1, False), (1, True), (3, True)):
+                module = With(partial(kind, lr=0.01, fused=fused))
                 fit(module, stage)
                 with full_parameters(module):
                     ends.append({name: p.detach().clone() for name, p in module.named_parameters()})
-        return ends
+            for end in ends[1:]:
+                for name, value in end.items():
+                    torch.testing.assert_close(value, ends[0][name], rtol=1e-4, atol=1e-6, msg=f"{kind}, {name}")
 
-    for ends in run_world(3, run, timeout=120):
-        for end in ends[1:]:
-            for name, value in end.items():
-                torch.testing.assert_close(value, ends[0][name], rtol=1e-4, atol=1e-6, msg=name)
+    run_world(3, run, timeout=120)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -379,19 +364,14 @@ DEEDS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-def failures(deed: str, place: str, stage: int) -> dict[int, Failure]:
-    def run(rank: int) -> None:
-        fit(Breaks(place, DEEDS[deed][0]), stage)
-
-    return run_world(2, run, timeout=90, expect_failure=True)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("place", ["forward", "backward", "step"])
-@pytest.mark.parametrize("deed", DEEDS)
+@pytest.mark.parametrize(
+    ("deed", "place", "stage"),
+    [("exit", "forward", 3), ("kill", "backward", 1), ("raise", "step", 2), ("raise", "backward", 3)],
+)
 def test_a_rank_that_is_gone(deed: str, place: str, stage: int) -> None:
-    found = failures(deed, place, stage)
-    assert found[1].type == DEEDS[deed][1]
+    act, end = DEEDS[deed]
+    found = run_world(2, lambda rank: fit(Breaks(place, act), stage), timeout=90, expect_failure=True)
+    assert found[1].type == end
     assert found[0].type == "CommunicationError", found[0]
     message = found[0].message
     assert message.startswith("Rank 0: ")
@@ -412,16 +392,8 @@ def test_a_rank_that_sleeps_is_given_up_after_the_timeout(stage: int) -> None:
         strategy = ZeroStrategy(stage=stage, units=["Block"], timeout=timedelta(seconds=limit))  # type: ignore[arg-type]
         try:
             with quiet():
-                trainer = pl.Trainer(
-                    strategy=strategy,
-                    accelerator="cpu",
-                    devices=2,
-                    max_epochs=1,
-                    logger=False,
-                    enable_checkpointing=False,
-                    enable_progress_bar=False,
-                    enable_model_summary=False,
-                )
+                options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+                trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=1, **options)
                 trainer.fit(module, DataLoader(range(3), batch_size=None))
         except Exception as error:
             seconds = time.monotonic() - began[-1]

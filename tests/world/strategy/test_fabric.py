@@ -33,6 +33,7 @@ from lightning_zero import (
     load_full_state_dict,
 )
 from lightning_zero.errors import ParameterAccessError
+from tests.helpers.rows import Row, in_one_world
 from tests.helpers.runs import Net, assert_same, batches, quiet
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
@@ -111,6 +112,11 @@ def built(name: str = "mlp") -> nn.Module:
     return MODELS[name]()
 
 
+def started(strategy: Any, name: str = "mlp") -> tuple[Fabric, Any, Any]:
+    fabric, module = launched(strategy), built(name)
+    return fabric, *fabric.setup(module, OPTIMIZERS["AdamW"](module.parameters()))
+
+
 def train(
     fabric: Fabric, model: Any, optimizer: Any, steps: range, per_step: int = 1, clip: Mapping[str, float] | None = None
 ) -> list[Tensor]:
@@ -136,20 +142,21 @@ def values(model: nn.Module) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-def under_ddp_and_stages(play: Callable[[Any], dict[str, Any]], world_size: int = 2) -> list[dict[str, dict[str, Any]]]:
-    """``play(strategy)`` with each strategy, for each rank of one world."""
+def compared(play: Callable[[Any], dict[str, Any]]) -> Callable[[int], dict[str, dict[str, Any]]]:
+    """What a rank does to play with each strategy."""
 
-    def rank_main(rank: int) -> dict[str, dict[str, Any]]:
+    def act(rank: int) -> dict[str, dict[str, Any]]:
         with quiet():
             return {"ddp": play(DDPStrategy()), **{name: play(zero(stage)) for name, stage in STAGES.items()}}
 
-    return run_world(world_size, rank_main)
+    return act
 
 
-@pytest.mark.parametrize("joint", [True, False], ids=["joint", "separate"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("model", ["mlp", "convolutional", "attentive"])
-def test_a_loop_does_what_it_does_under_ddp(model: str, kind: str, joint: bool) -> None:
+def same(play: Callable[[Any], dict[str, Any]], bound: float = 0.0) -> Row:
+    assert_same((yield compared(play)), bound=bound)
+
+
+def a_loop_does_what_it_does_under_ddp(model: str, kind: str, joint: bool) -> Row:
     def play(strategy: Any) -> dict[str, Any]:
         fabric, module = launched(strategy), built(model)
         wrapped: Any
@@ -164,41 +171,35 @@ def test_a_loop_does_what_it_does_under_ddp(model: str, kind: str, joint: bool) 
             losses.append(wrapped(data(77, fabric.global_rank)[0]))
         return {"losses": losses, "weights": values(wrapped)}
 
-    assert_same(under_ddp_and_stages(play))
+    assert_same((yield compared(play)))
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_other_numbers_of_ranks(world_size: int) -> None:
-    """With more than two ranks, sums over them are rounded in another order."""
+def test_three_ranks() -> None:
+    """Sums over them are rounded in another order."""
 
     def play(strategy: Any) -> dict[str, Any]:
-        fabric, module = launched(strategy, world_size), built()
+        fabric, module = launched(strategy, 3), built()
         model, optimizer = fabric.setup(module, OPTIMIZERS["AdamW"](module.parameters()))
         return {"losses": train(fabric, model, optimizer, range(4)), "weights": values(model)}
 
-    assert_same(under_ddp_and_stages(play, world_size), bound=0.0 if world_size == 1 else 1e-5)
+    assert_same(run_world(3, compared(play)), bound=1e-5)
 
 
-def test_offload_and_recomputation() -> None:
+def offload_and_recomputation(strategy: Any) -> dict[str, Any]:
+    if isinstance(strategy, ZeroFabricStrategy):
+        placement = strategy.settings.placement
+        offload = HostOffload(parameters=placement.shards_parameters)
+        stage = 1 + placement.shards_gradients + placement.shards_parameters
+        strategy = zero(stage, offload=offload, activations=ActivationPolicy(checkpointing=["Linear"]))
+    fabric, model, optimizer = started(strategy, "attentive")
+    return {"losses": train(fabric, model, optimizer, range(4)), "weights": values(model)}
+
+
+def accumulation_by_what_ddp_s_wrapper_has() -> Row:
     def play(strategy: Any) -> dict[str, Any]:
-        if isinstance(strategy, ZeroFabricStrategy):
-            placement = strategy.settings.placement
-            offload = HostOffload(parameters=placement.shards_parameters)
-            stage = 1 + placement.shards_gradients + placement.shards_parameters
-            strategy = zero(stage, offload=offload, activations=ActivationPolicy(checkpointing=["Linear"]))
-        fabric, module = launched(strategy), built("attentive")
-        model, optimizer = fabric.setup(module, OPTIMIZERS["AdamW"](module.parameters()))
-        return {"losses": train(fabric, model, optimizer, range(4)), "weights": values(model)}
-
-    assert_same(under_ddp_and_stages(play))
-
-
-def test_accumulation_by_what_ddp_s_wrapper_has() -> None:
-    def play(strategy: Any) -> dict[str, Any]:
-        fabric, module = launched(strategy), built()
-        model, optimizer = fabric.setup(module, OPTIMIZERS["AdamW"](module.parameters()))
+        fabric, model, optimizer = started(strategy)
         wrapped: Any = model._forward_module
-        assert wrapped.module is module
+        assert wrapped.module is model.module
         for index in range(9):
             x, y = data(index, fabric.global_rank)
             wrapped.require_backward_grad_sync = index % 3 != 1
@@ -209,30 +210,24 @@ def test_accumulation_by_what_ddp_s_wrapper_has() -> None:
                 optimizer.zero_grad()
         return {"weights": values(model)}
 
-    found = under_ddp_and_stages(play)
+    found = yield compared(play)
     assert_same(found, ["stage 1"])
     assert_same(found, ["stage 2", "stage 3"], bound=1e-5)
 
 
-def test_accumulation_and_clipping_by_norm() -> None:
+def accumulation_and_clipping(exact: tuple[str, ...] = (), **clip: float) -> Row:
     """``zero1`` adds up as DDP does; the others average every micro-step, and norms are summed in ``float64``."""
 
-    def play(strategy: Any, **clip: float) -> dict[str, Any]:
-        fabric, module = launched(strategy), built()
-        model, optimizer = fabric.setup(module, OPTIMIZERS["AdamW"](module.parameters()))
+    def play(strategy: Any) -> dict[str, Any]:
+        fabric, model, optimizer = started(strategy)
         return {"seen": train(fabric, model, optimizer, range(5), 2, clip), "weights": values(model)}
 
-    found = under_ddp_and_stages(lambda strategy: play(strategy, clip_val=0.02))
-    assert_same(found, ["stage 1"])
-    assert_same(found, ["stage 2", "stage 3"], bound=1e-5)
-    assert_same(under_ddp_and_stages(lambda strategy: play(strategy, max_norm=0.05)), bound=1e-5)
-    assert_same(
-        under_ddp_and_stages(lambda strategy: play(strategy, max_norm=0.05, norm_type=float("inf"))), bound=1e-5
-    )
+    found = yield compared(play)
+    assert_same(found, exact)
+    assert_same(found, bound=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed", "bf16-true", "16-mixed"])
-def test_precisions(precision: Any) -> None:
+def precisions(precision: Any) -> Row:
     """Inputs and outputs are converted as Fabric does it; fp16 has a loss scale, under which steps are skipped."""
 
     def play(strategy: Any) -> dict[str, Any]:
@@ -259,41 +254,37 @@ def test_precisions(precision: Any) -> None:
         assert precision != "16-mixed" or fabric.strategy.precision.scaler is scaler
         return {"losses": losses, "weights": values(model)}
 
-    assert_same(under_ddp_and_stages(play))
+    assert_same((yield compared(play)))
 
 
-def test_what_else_a_loop_may_do() -> None:
+def what_else_a_loop_may_do(strategy: Any) -> dict[str, Any]:
     """Two forwards for one backward, one that is thrown away, a closure, a scheduler, two optimizers, and a write."""
+    fabric, module = launched(strategy), built()
+    first, last = module[0], module[-1]  # type: ignore[index]
+    model, adam, whole = fabric.setup(
+        module, OPTIMIZERS["AdamW"](first.parameters()), torch.optim.Adafactor(last.parameters(), lr=0.05)
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(adam, 1, 0.5)
+    absent = isinstance(strategy, ZeroFabricStrategy) and strategy.settings.placement.shards_parameters
 
-    def play(strategy: Any) -> dict[str, Any]:
-        fabric, module = launched(strategy), built()
-        first, last = module[0], module[-1]  # type: ignore[index]
-        model, adam, whole = fabric.setup(
-            module, OPTIMIZERS["AdamW"](first.parameters()), torch.optim.Adafactor(last.parameters(), lr=0.05)
-        )
-        scheduler = torch.optim.lr_scheduler.StepLR(adam, 1, 0.5)
-        absent = isinstance(strategy, ZeroFabricStrategy) and strategy.settings.placement.shards_parameters
+    def closure() -> Tensor:
+        adam.zero_grad()
+        loss = F.mse_loss(model(x), y) + F.l1_loss(model(y), x)
+        fabric.backward(loss)
+        return loss.detach()
 
-        def closure() -> Tensor:
-            adam.zero_grad()
-            loss = F.mse_loss(model(x), y) + F.l1_loss(model(y), x)
-            fabric.backward(loss)
-            return loss.detach()
-
-        losses = []
-        for index in range(4):
-            x, y = data(index, fabric.global_rank)
-            if index % 2:
-                model(x)
-            losses.append(adam.step(closure))
-            whole.step()
-            whole.zero_grad()
-            scheduler.step()
-            with full_parameters(model) if absent else nullcontext(), torch.no_grad():
-                last.weight.mul_(0.9)
-        return {"losses": losses, "lr": adam.param_groups[0]["lr"], "weights": values(model)}
-
-    assert_same(under_ddp_and_stages(play))
+    losses = []
+    for index in range(4):
+        x, y = data(index, fabric.global_rank)
+        if index % 2:
+            model(x)
+        losses.append(adam.step(closure))
+        whole.step()
+        whole.zero_grad()
+        scheduler.step()
+        with full_parameters(model) if absent else nullcontext(), torch.no_grad():
+            last.weight.mul_(0.9)
+    return {"losses": losses, "lr": adam.param_groups[0]["lr"], "weights": values(model)}
 
 
 class Adversaries(nn.Module):
@@ -310,76 +301,68 @@ class Adversaries(nn.Module):
         return self.judge(x).mean(dim=1)
 
 
-def test_two_networks_against_each_other() -> None:
+def two_networks_against_each_other(strategy: Any) -> dict[str, Any]:
     """Under DDP each is set up for itself."""
-
-    def play(strategy: Any) -> dict[str, Any]:
-        fabric, module = launched(strategy), Adversaries()
-        first, second = (OPTIMIZERS["AdamW"](part.parameters()) for part in (module.maker, module.judge))
-        make: Any
-        score: Any
-        if isinstance(strategy, ZeroFabricStrategy):
-            model, first, second = fabric.setup(module, first, second)
-            model.mark_forward_method("make")
-            model.mark_forward_method("score")
-            make, score = (lambda x: model.make(x)), (lambda x: model.score(x))
-        else:
-            make, first = fabric.setup(module.maker, first)
-            judge, second = fabric.setup(module.judge, second)
-            score = lambda x: judge(x).mean(dim=1)  # noqa: E731
-        losses = []
-        for index in range(4):
-            x, y = data(index, fabric.global_rank)
-            with torch.no_grad():
-                made = make(x)
-            loss = F.softplus(-score(y)).mean() + F.softplus(score(made)).mean()
-            fabric.backward(loss)
-            losses.append(loss.detach())
-            fabric.clip_gradients(module.judge, second, clip_val=0.02)
-            second.step()
-            second.zero_grad()
-            loss = F.softplus(-score(make(x))).mean()
-            fabric.backward(loss)
-            losses.append(loss.detach())
-            first.step()
-            first.zero_grad()
-            second.zero_grad()
-        return {"losses": losses, "weights": values(module)}
-
-    assert_same(under_ddp_and_stages(play))
+    fabric, module = launched(strategy), Adversaries()
+    first, second = (OPTIMIZERS["AdamW"](part.parameters()) for part in (module.maker, module.judge))
+    make: Any
+    score: Any
+    if isinstance(strategy, ZeroFabricStrategy):
+        model, first, second = fabric.setup(module, first, second)
+        model.mark_forward_method("make")
+        model.mark_forward_method("score")
+        make, score = (lambda x: model.make(x)), (lambda x: model.score(x))
+    else:
+        make, first = fabric.setup(module.maker, first)
+        judge, second = fabric.setup(module.judge, second)
+        score = lambda x: judge(x).mean(dim=1)  # noqa: E731
+    losses = []
+    for index in range(4):
+        x, y = data(index, fabric.global_rank)
+        with torch.no_grad():
+            made = make(x)
+        loss = F.softplus(-score(y)).mean() + F.softplus(score(made)).mean()
+        fabric.backward(loss)
+        losses.append(loss.detach())
+        fabric.clip_gradients(module.judge, second, clip_val=0.02)
+        second.step()
+        second.zero_grad()
+        loss = F.softplus(-score(make(x))).mean()
+        fabric.backward(loss)
+        losses.append(loss.detach())
+        first.step()
+        first.zero_grad()
+        second.zero_grad()
+    return {"losses": losses, "weights": values(module)}
 
 
-def test_a_lightning_module_that_is_thawed_and_gets_a_param_group() -> None:
+def a_lightning_module_that_is_thawed_and_gets_a_param_group(strategy: Any) -> dict[str, Any]:
     """Fabric calls a LightningModule's steps through what ``setup`` gives. DDP does not average what was thawed."""
-
-    def play(strategy: Any) -> dict[str, Any]:
-        fabric, module = launched(strategy), Net()
-        module.model.stem.requires_grad_(False)
-        model = fabric.setup_module(module)
-        optimizer = fabric.setup_optimizers(torch.optim.AdamW(module.model.layers.parameters(), lr=0.01, eps=1e-4))
-        losses = []
-        for index in range(6):
-            if index == 2:
-                optimizer.add_param_group({"params": list(module.model.head.parameters())})
-            if index == 4 and isinstance(strategy, ZeroFabricStrategy):
-                module.model.stem.requires_grad_(True)
-            batch = module.data(index, 0)
-            module.data = lambda *_, batch=batch: batch  # type: ignore[method-assign]
-            module.log = lambda *_, **__: None  # type: ignore[method-assign]
-            loss = model.training_step(None, 0)
-            del module.data
-            fabric.backward(loss)
-            losses.append(loss.detach())
-            if index >= 4 and isinstance(strategy, ZeroFabricStrategy):
-                assert full_gradient(model, "model.stem.weight") is not None
-            optimizer.step()
-            module.zero_grad()
-        return {"losses": losses, "weights": values(model)}
-
-    assert_same(under_ddp_and_stages(play))
+    fabric, module = launched(strategy), Net()
+    module.model.stem.requires_grad_(False)
+    model = fabric.setup_module(module)
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(module.model.layers.parameters(), lr=0.01, eps=1e-4))
+    losses = []
+    for index in range(6):
+        if index == 2:
+            optimizer.add_param_group({"params": list(module.model.head.parameters())})
+        if index == 4 and isinstance(strategy, ZeroFabricStrategy):
+            module.model.stem.requires_grad_(True)
+        batch = module.data(index, 0)
+        module.data = lambda *_, batch=batch: batch  # type: ignore[method-assign]
+        module.log = lambda *_, **__: None  # type: ignore[method-assign]
+        loss = model.training_step(None, 0)
+        del module.data
+        fabric.backward(loss)
+        losses.append(loss.detach())
+        if index >= 4 and isinstance(strategy, ZeroFabricStrategy):
+            assert full_gradient(model, "model.stem.weight") is not None
+        optimizer.step()
+        module.zero_grad()
+    return {"losses": losses, "weights": values(model)}
 
 
-def test_a_module_that_was_built_without_memory_has_the_same_values_in_every_stage() -> None:
+def a_module_that_was_built_without_memory_has_the_same_values_in_every_stage() -> Row:
     def play(rank: int) -> list[dict[str, Any]]:
         found = []
         for stage in STAGES.values():
@@ -392,92 +375,101 @@ def test_a_module_that_was_built_without_memory_has_the_same_values_in_every_sta
             found.append({"losses": train(fabric, model, optimizer, range(2)), "weights": values(model)})
         return found
 
-    for first, *others in run_world(2, play):
+    for first, *others in (yield play):
         assert all(bool(loss.isfinite()) for loss in first["losses"])
         for other in others:
             assert all(map(torch.equal, first["losses"], other["losses"]))
             assert all(torch.equal(value, other["weights"][name]) for name, value in first["weights"].items())
 
 
-def test_compiled_layers_train_and_a_compiled_step_is_refused() -> None:
-    def play(strategy: Any) -> dict[str, Any]:
-        torch._dynamo.reset()
-        fabric, module = launched(strategy), built()
-        module.compile(backend="eager")
-        model, optimizer = fabric.setup(module, OPTIMIZERS["AdamW"](module.parameters()))
-        losses = train(fabric, model, optimizer, range(2))
-        if isinstance(strategy, ZeroFabricStrategy):
-            other = launched(zero(1)).setup_module(torch.compile(built(), backend="eager"))
-            with pytest.raises(RuntimeError, match=r"call `model\.compile\(\)`"):
-                other(data(0, 0)[0])
-        return {"losses": losses, "weights": values(model)}
-
-    assert_same(under_ddp_and_stages(play))
+def compiled_layers_train_and_a_compiled_step_is_refused(strategy: Any) -> dict[str, Any]:
+    torch._dynamo.reset()
+    fabric, module = launched(strategy), built()
+    module.compile(backend="eager")
+    model, optimizer = fabric.setup(module, OPTIMIZERS["AdamW"](module.parameters()))
+    losses = train(fabric, model, optimizer, range(2))
+    if isinstance(strategy, ZeroFabricStrategy):
+        other = launched(zero(1)).setup_module(torch.compile(built(), backend="eager"))
+        with pytest.raises(RuntimeError, match=r"call `model\.compile\(\)`"):
+            other(data(0, 0)[0])
+    return {"losses": losses, "weights": values(model)}
 
 
-def test_collectives_loaders_and_random_numbers() -> None:
-    def play(strategy: Any) -> dict[str, Any]:
-        Fabric.seed_everything(7, verbose=False)
-        torch.rand(3)
-        fabric = launched(strategy)
-        fabric.barrier()
-        rank = torch.tensor([float(fabric.global_rank)])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of Lightning's own gather, in torch 2.14
-            gathered = fabric.all_gather(rank)
-        loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.arange(8.0)), batch_size=2))
-        return {
-            "broadcast": fabric.broadcast({"from": fabric.global_rank}, src=1),
-            "sum": fabric.all_reduce(rank, reduce_op="sum"),
-            "gathered": gathered,
-            "data": [batch for (batch,) in loader],
-            "random": torch.rand(3),
-            "world": (fabric.world_size, fabric.global_rank, fabric.is_global_zero, fabric.local_rank),
-        }
-
-    assert_same(under_ddp_and_stages(play))
+def collectives_loaders_and_random_numbers(strategy: Any) -> dict[str, Any]:
+    Fabric.seed_everything(7, verbose=False)
+    torch.rand(3)
+    fabric = launched(strategy)
+    fabric.barrier()
+    rank = torch.tensor([float(fabric.global_rank)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of Lightning's own gather, in torch 2.14
+        gathered = fabric.all_gather(rank)
+    loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.arange(8.0)), batch_size=2))
+    return {
+        "broadcast": fabric.broadcast({"from": fabric.global_rank}, src=1),
+        "sum": fabric.all_reduce(rank, reduce_op="sum"),
+        "gathered": gathered,
+        "data": [batch for (batch,) in loader],
+        "random": torch.rand(3),
+        "world": (fabric.world_size, fabric.global_rank, fabric.is_global_zero, fabric.local_rank),
+    }
 
 
-def test_looking_inside() -> None:
+def looking_inside(strategy: Any) -> dict[str, Any]:
     """The functions that look inside take what ``setup`` gave."""
-
-    def play(strategy: Any) -> dict[str, Any]:
-        fabric, module = launched(strategy), built()
-        model, optimizer = fabric.setup(module, OPTIMIZERS["AdamW"](module.parameters()))
-        fabric.backward(model(data(0, fabric.global_rank)[0]).square().mean())
-        sharded = isinstance(strategy, ZeroFabricStrategy)
-        gradient = full_gradient(model, "0.weight") if sharded else module[0].weight.grad.clone()  # type: ignore[index]
-        norm = grad_norm(model)
-        optimizer.step()
-        weight = module[0].weight  # type: ignore[index]
-        state = full_optimizer_state(model, "0.weight", "exp_avg") if sharded else optimizer.state[weight]["exp_avg"]
-        return {"gradient": gradient, "norm": norm, "state": state}
-
-    assert_same(under_ddp_and_stages(play), bound=1e-6)
+    fabric, model, optimizer = started(strategy)
+    module = model.module
+    fabric.backward(model(data(0, fabric.global_rank)[0]).square().mean())
+    sharded = isinstance(strategy, ZeroFabricStrategy)
+    gradient = full_gradient(model, "0.weight") if sharded else module[0].weight.grad.clone()  # type: ignore[index]
+    norm = grad_norm(model)
+    optimizer.step()
+    weight = module[0].weight  # type: ignore[index]
+    state = full_optimizer_state(model, "0.weight", "exp_avg") if sharded else optimizer.state[weight]["exp_avg"]
+    return {"gradient": gradient, "norm": norm, "state": state}
 
 
-def test_a_loop_that_clips_and_skips_by_hand() -> None:
+def a_loop_that_clips_and_skips_by_hand(strategy: Any) -> dict[str, Any]:
     """As nanoGPT's, with a log of norms and means of gradients, and steps left out that are not finite."""
+    fabric, model, optimizer = started(strategy)
+    logged: list[Tensor] = []
+    for step in range(4):
+        for micro in range(2):
+            with fabric.no_backward_sync(model, enabled=micro == 0):
+                fabric.backward(model(data(2 * step + micro, fabric.global_rank)[0]).square().mean() / 2)
+        if step == 2:
+            next(model.parameters()).grad.mul_(float("inf"))  # type: ignore[union-attr]
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        means = [p.grad.mean() for p in model.parameters() if p.grad is not None]
+        logged += [norm, *means]
+        if torch.isfinite(norm):
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return {"logged": [x for x in logged if x.isfinite()], "norm": [bool(x.isfinite()) for x in logged]}
 
-    def play(strategy: Any) -> dict[str, Any]:
-        fabric, module = launched(strategy), built()
-        model, optimizer = fabric.setup(module, OPTIMIZERS["AdamW"](module.parameters()))
-        logged: list[Tensor] = []
-        for step in range(4):
-            for micro in range(2):
-                with fabric.no_backward_sync(model, enabled=micro == 0):
-                    fabric.backward(model(data(2 * step + micro, fabric.global_rank)[0]).square().mean() / 2)
-            if step == 2:
-                next(model.parameters()).grad.mul_(float("inf"))  # type: ignore[union-attr]
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            means = [p.grad.mean() for p in model.parameters() if p.grad is not None]
-            logged += [norm, *means]
-            if torch.isfinite(norm):
-                optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        return {"logged": [x for x in logged if x.isfinite()], "norm": [bool(x.isfinite()) for x in logged]}
 
-    assert_same(under_ddp_and_stages(play), bound=1e-5)
+def test_loops_do_what_they_do_under_ddp() -> None:
+    in_one_world(
+        2,
+        a_loop_does_what_it_does_under_ddp("mlp", "SGD", joint=False),
+        a_loop_does_what_it_does_under_ddp("convolutional", "AdamW", joint=True),
+        a_loop_does_what_it_does_under_ddp("attentive", "AdamW", joint=False),
+        same(offload_and_recomputation),
+        accumulation_by_what_ddp_s_wrapper_has(),
+        accumulation_and_clipping(exact=("stage 1",), clip_val=0.02),
+        accumulation_and_clipping(max_norm=0.05),
+        accumulation_and_clipping(max_norm=0.05, norm_type=float("inf")),
+        *map(precisions, ("bf16-mixed", "16-mixed", "bf16-true")),
+        same(what_else_a_loop_may_do),
+        same(two_networks_against_each_other),
+        same(a_lightning_module_that_is_thawed_and_gets_a_param_group),
+        a_module_that_was_built_without_memory_has_the_same_values_in_every_stage(),
+        same(looking_inside, bound=1e-6),
+        same(a_loop_that_clips_and_skips_by_hand, bound=1e-5),
+        same(compiled_layers_train_and_a_compiled_step_is_refused),
+        another_strategy_does_not_get_the_gradients(),
+        same(collectives_loaders_and_random_numbers),
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- checkpoints
@@ -493,8 +485,12 @@ def resumed(folder: Path, stage: int, name: str = "last", world_size: int = 2, s
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     teacher = nn.Linear(2, 2)
     state = {
-        **{"teacher": teacher, "model": model, "optimizer": optimizer, "scheduler": scheduler},
-        **{"step": 0, "best": None},
+        "teacher": teacher,
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "step": 0,
+        "best": None,
     }
     rest = fabric.load(folder / name, state, strict=strict)
     return fabric, model, optimizer, state, rest
@@ -513,22 +509,29 @@ def saved(fabric: Fabric, path: Path) -> tuple[Any, Any]:
     return model, optimizer
 
 
-@pytest.mark.parametrize("stage", STAGES.values(), ids=str)
-def test_a_resumed_run_goes_on_as_if_nothing_had_been(stage: int, tmp_path: Path) -> None:
+def a_resumed_run_goes_on_as_if_nothing_had_been(strategy: Any, source: str, stage: int, folder: Path) -> Row:
+    """From a directory, from a file that Fabric has written under DDP, and from a directory that was made a file."""
+
     def rank_main(rank: int) -> None:
         with quiet():
-            fabric = launched(zero(stage))
-            model, optimizer = saved(fabric, tmp_path / "last")
+            fabric = launched(strategy)
+            model, optimizer = saved(fabric, folder / "last")
             expected = train(fabric, model, optimizer, range(3, 6)), values(model)
-            fabric, model, optimizer, state, rest = resumed(tmp_path, 1 + stage % 3)
-            assert (state["step"], state["scheduler"].last_epoch, rest.pop("note")) == (3, 7, "x")
+            name = "last"
+            if source == "consolidated":
+                name = "whole.ckpt"
+                if rank == 0:
+                    consolidate_checkpoint(folder / "last", folder / name)
+                fabric.barrier()
+            fabric, model, optimizer, state, rest = resumed(folder, stage, name)
+            assert (state["step"], state["scheduler"].last_epoch, rest["note"]) == (3, 7, "x")
             assert torch.equal(state["best"], torch.arange(3.0))
             assert torch.equal(state["teacher"].weight, torch.full((2, 2), 5.0))
-            assert not rest
+            assert source != "directory" or rest.keys() == {"note"}
             found = train(fabric, model, optimizer, range(3, 6)), values(model)
             assert_same([{"ddp": {"all": expected}, "resumed": {"all": found}}], ["resumed"])
 
-    run_world(2, rank_main)
+    yield rank_main
 
 
 def test_another_number_of_ranks_loads_it(tmp_path: Path) -> None:
@@ -551,7 +554,7 @@ def test_another_number_of_ranks_loads_it(tmp_path: Path) -> None:
     assert_same([{"ddp": expected["weights"], "read": whole["state_dict"]}], ["read"])
 
 
-def test_checkpoints_of_a_trainer_and_of_fabric(tmp_path: Path) -> None:
+def checkpoints_of_a_trainer_and_of_fabric(tmp_path: Path) -> Row:
     """Fabric goes on from a Trainer's; a Trainer begins with Fabric's weights, and does not take it for a run."""
 
     def rank_main(rank: int) -> None:
@@ -580,33 +583,10 @@ def test_checkpoints_of_a_trainer_and_of_fabric(tmp_path: Path) -> None:
             with pytest.raises(Exception, match="is no checkpoint of a Trainer"):
                 make_trainer(ZeroStrategy(stage=3)).fit(Net(), batches(1), ckpt_path=tmp_path / "fabric")
 
-    run_world(2, rank_main)
+    yield rank_main
 
 
-@pytest.mark.parametrize("source", ["ddp", "consolidated"])
-def test_a_file_is_gone_on_from(source: str, tmp_path: Path) -> None:
-    """One that Fabric has written under DDP, and a directory of ours that was made a file."""
-
-    def rank_main(rank: int) -> None:
-        with quiet():
-            fabric = launched(DDPStrategy() if source == "ddp" else zero(1))
-            model, optimizer = saved(fabric, tmp_path / "saved")
-            expected = train(fabric, model, optimizer, range(3, 6)), values(model)
-            name = "saved"
-            if source == "consolidated":
-                name = "whole.ckpt"
-                if rank == 0:
-                    consolidate_checkpoint(tmp_path / "saved", tmp_path / name)
-                fabric.barrier()
-            fabric, model, optimizer, state, rest = resumed(tmp_path, 3, name)
-            assert (state["step"], state["scheduler"].last_epoch, rest["note"]) == (3, 7, "x")
-            found = train(fabric, model, optimizer, range(3, 6)), values(model)
-            assert_same([{"ddp": {"all": expected}, "resumed": {"all": found}}], ["resumed"])
-
-    run_world(2, rank_main)
-
-
-def test_raw_weights_filters_and_initial_weights(tmp_path: Path) -> None:
+def raw_weights_filters_and_initial_weights(tmp_path: Path) -> Row:
     torch.save(built("convolutional").state_dict(), tmp_path / "raw.pt")
 
     def rank_main(rank: int) -> None:
@@ -626,10 +606,10 @@ def test_raw_weights_filters_and_initial_weights(tmp_path: Path) -> None:
         begun = launched(zero(2, checkpoint=policy)).setup_module(MODELS["convolutional"]())
         assert_same([{"ddp": expected, "begun": values(begun)}], ["begun"])
 
-    run_world(2, rank_main)
+    yield rank_main
 
 
-def test_frozen_weights_are_left_out_and_a_save_goes_on_in_the_background(tmp_path: Path) -> None:
+def frozen_weights_are_left_out_and_a_save_goes_on_in_the_background(tmp_path: Path) -> Row:
     def rank_main(rank: int) -> None:
         policy = CheckpointPolicy(exclude_frozen=True, async_save=True)
         fabric, module = launched(zero(3, checkpoint=policy)), built("convolutional")
@@ -646,7 +626,20 @@ def test_frozen_weights_are_left_out_and_a_save_goes_on_in_the_background(tmp_pa
         expected = {name: value + name.startswith("head.") for name, value in before.items()}
         assert_same([{"ddp": expected, "loaded": values(model)}], ["loaded"])
 
-    run_world(2, rank_main)
+    yield rank_main
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    in_one_world(
+        2,
+        a_resumed_run_goes_on_as_if_nothing_had_been(zero(1), "directory", 2, tmp_path / "first"),
+        a_resumed_run_goes_on_as_if_nothing_had_been(zero(3), "directory", 1, tmp_path / "third"),
+        a_resumed_run_goes_on_as_if_nothing_had_been(DDPStrategy(), "DDP's file", 3, tmp_path / "ddp"),
+        a_resumed_run_goes_on_as_if_nothing_had_been(zero(1), "consolidated", 3, tmp_path / "file"),
+        checkpoints_of_a_trainer_and_of_fabric(tmp_path / "both"),
+        raw_weights_filters_and_initial_weights(tmp_path),
+        frozen_weights_are_left_out_and_a_save_goes_on_in_the_background(tmp_path / "frozen"),
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ errors
@@ -689,7 +682,7 @@ def test_what_cannot_work_is_an_error(tmp_path: Path) -> None:
     run_world(1, rank_main)
 
 
-def test_another_strategy_does_not_get_the_gradients() -> None:
+def another_strategy_does_not_get_the_gradients() -> Row:
     def rank_main(rank: int) -> None:
         module = built()
         for _ in range(2):  # this one may have it again
@@ -703,7 +696,7 @@ def test_another_strategy_does_not_get_the_gradients() -> None:
         with pytest.raises(ParameterAccessError, match="another strategy would train nothing"):
             other.backward(model(data(0, rank)[0]).sum())
 
-    run_world(2, rank_main)
+    yield rank_main
 
 
 def test_settings_that_are_refused() -> None:
