@@ -19,11 +19,14 @@ import torch
 import torch.multiprocessing as mp
 from lightning.pytorch.loggers import CSVLogger
 from offload_training import GPT, VOCABULARY, free_port, quiet
-from results import FOLDER, figure, save_figure
+from results import FOLDER, WIDTH, figure, save_figure
 from torch.utils.data import DataLoader
+from worlds import restart_with
 
 from lightning_zero import CommunicationMonitor, MemoryMonitor, ZeroStrategy
 
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "131072"}
+"""Large buffers go back to the system: else the process keeps free gaps between them, and its peak grows for long."""
 Series = tuple[list[int], list[float]]
 """Steps, and a value of each."""
 
@@ -73,20 +76,20 @@ def read(path: Path) -> dict[str, Series]:
 
 def draw(metrics: Mapping[str, Series], title: str, path: Path) -> None:
     """Three fields: memory at rest and at the peak, and traffic; what was measured, and dashed what was planned."""
-    drawn = figure(3, 1, (9, 10))
+    drawn = figure(3, 1, (WIDTH, 9))
     if drawn is None:
         return
     picture, fields = drawn
     rest, peak, traffic = fields[:, 0]
-    rest.set_title("memory of the engine at rest, MB")
+    rest.set_title("memory of the engine between steps, MB")
     _stack(rest, metrics, "zero/memory/rest/", 1e-6, ("total", "ratio"))
     _line(rest, metrics, "zero/memory/expected_rest/total", 1e-6, "by plan", planned=True)
     peak.set_title("memory at the peak of a step, MB")
-    _line(peak, metrics, "zero/memory/process/peak", 1e-6, "process, with activations")
-    _line(peak, metrics, "zero/memory/device/peak", 1e-6, "device, with activations")
+    _line(peak, metrics, "zero/memory/process/peak", 1e-6, "whole process")
+    _line(peak, metrics, "zero/memory/device/peak", 1e-6, "whole device")
     _line(peak, metrics, "zero/memory/peak/total", 1e-6, "engine")
     _line(peak, metrics, "zero/memory/expected_peak/total", 1e-6, "engine, by plan", planned=True)
-    traffic.set_title("sent and received in a step, MB of whole buffers")
+    traffic.set_title("collectives of a step, MB of full buffers")
     for kind in ("all_gather", "reduce_scatter", "all_reduce", "broadcast"):
         _line(traffic, metrics, f"zero/traffic/{kind}/nbytes", 1e-6, kind)
         _line(traffic, metrics, f"zero/traffic/{kind}/expected_nbytes", 1e-6, f"{kind}, by plan", planned=True)
@@ -132,11 +135,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.metrics is not None:
         return draw(read(options.metrics), str(options.metrics), options.output)
+    restart_with(MALLOC)
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_run, (vars(options), folder, free_port()), nprocs=2, start_method="fork")
         metrics = read(Path(folder) / "metrics.csv")
     print(f"{len(metrics)} metrics of {options.steps} steps")
-    draw(metrics, f"stage {options.stage}, 2 CPU ranks, rank 0", options.output)
+    draw(metrics, f"What the monitors logged: zero{options.stage}, 2 CPU ranks, rank 0", options.output)
 
 
 if __name__ == "__main__":

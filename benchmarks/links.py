@@ -1,14 +1,14 @@
-"""How long links take with a step, by the number of hosts, for every way to send it. Computed: nothing runs.
+"""How long links take with a step, by the number of nodes, for every way to send it. Computed: nothing runs.
 
     python benchmarks/links.py
     python benchmarks/links.py --ranks 4 --between 1Gbit/s --within 2GB/s --micro-steps 4
 
 Bytes are those of the plan for a GPT (``lightning-zero plan`` has the formulas; ``network.py`` measures them on a few
-hosts). Besides, each message that has to wait for another one takes a latency, and each that a rank sends some time of
-its own: DDP's all-reduce goes round a ring of all ranks, in buckets at once, and ours send to each rank of a host and
-then to each host. An agreement waits for as many messages as the number of ranks has binary digits. Nothing overlaps
+nodes). Besides, each message that has to wait for another one takes a latency, and each that a rank sends some time of
+its own: DDP's all-reduce goes round a ring of all ranks, in buckets at once, and ours send to each rank of a node and
+then to each node. An agreement waits for as many messages as the number of ranks has binary digits. Nothing overlaps
 with anything. So it tells ways apart, and what grows, and no step's time. Ranks are on CPUs, where collectives take two
-hops; "flat" is without them, as with hosts of different sizes.
+hops, within a node and between nodes; with nodes of different sizes there is one hop among all ranks.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from lightning_zero.extensions.planner.links import parse_speed
 
 BUCKET_NBYTES = 25 * 2**20  # of DDP
 WAYS = {
-    "DDP": "#636363",
-    "zero1": "#fdae6b",
-    "zero3, flat": "#9ecae1",
-    "zero3": "#fd8d3c",
-    "zero3, secondary shards": "#d94801",
-    "zero3, within a host": "#74c476",
-    "zero3, secondary shards, int8": "#7f2704",
+    "DDP": "#8c959f",
+    "zero1": "#e0a100",
+    "zero3, nodes of different sizes": "#4c8fc0",
+    "zero3": "#e6550d",
+    "zero3, secondary_shards": "#c2569b",
+    "zero3, shard_within a node": "#4f9f5f",
+    "zero3, secondary_shards, int8": "#8e63ce",
 }
 
 
@@ -50,7 +50,7 @@ def plan_of(model: nn.Module, stage: int, ranks: int, span: int | None = None, k
 
 @dataclass(frozen=True)
 class Sent:
-    """Of a step: bytes that leave a host, bytes and messages that a rank sends, and messages that wait for others."""
+    """Of a step: bytes that leave a node, bytes and messages that a rank sends, and messages that wait for others."""
 
     between: float
     within: float
@@ -72,7 +72,7 @@ def sent(way: str, model: nn.Module, hosts: int, ranks: int, micro_steps: int) -
     between, within = on_links(traffic, hosts, rings=False, formats=(kind, kind))
     calls = traffic.all_gather.calls + traffic.reduce_scatter.calls
     agreements = (1 + (3 if stage == 3 else 2) * micro_steps) * math.ceil(math.log2(world))
-    if "flat" in way:
+    if "different" in way:
         return Sent(between * ranks, within, calls * (world - 1) + agreements, calls + agreements)
     crossing = (traffic.copies + traffic.exact + traffic.reduce_scatter).calls
     if traffic.all_reduce.calls:
@@ -94,19 +94,19 @@ def seconds(way: str, model: nn.Module, hosts: int, options: argparse.Namespace)
 
 def show(rows: list[dict[str, Any]], hosts: list[int]) -> None:
     """The table, and who is fastest."""
-    print("\nseconds of a step on the links" + "".join(f"{count:>9}" for count in hosts) + " hosts")
+    print("\nseconds of a step on the links" + "".join(f"{count:>9}" for count in hosts) + " nodes")
     for way in WAYS:
         mine = {row["hosts"]: row["seconds"] for row in rows if row["way"] == way}
         print(f"{way:30}" + "".join(f"{mine[count]:9.3f}" for count in hosts))
     exact = [row for row in rows if "int8" not in row["way"]]
     for count in hosts:
         best = min((row for row in exact if row["hosts"] == count), key=lambda row: row["seconds"])
-        print(f"{count} hosts: without rounding the fastest is {best['way']}")
+        print(f"{count} nodes: without rounding the fastest is {best['way']}")
 
 
 def plot(case: dict[str, Any], folder: Path) -> None:
-    """``links.svg``: seconds by hosts."""
-    drawn = results.figure(1, 1, (8.5, 4))
+    """``links.svg``: seconds by nodes."""
+    drawn = results.figure(1, 1, (results.WIDTH, 4))
     if drawn is None:
         return
     picture, ((field,),) = drawn
@@ -117,18 +117,20 @@ def plot(case: dict[str, Any], folder: Path) -> None:
             [row["seconds"] for row in rows],
             "o--" if "within" in way else "o-",
             color=colour,
+            linewidth=4 if way.endswith("secondary_shards") else 1.5,  # seen below the one that lies on it
             label=way,
         )
     field.set_xscale("log", base=2)
     field.set_yscale("log")
     hosts = sorted({row["hosts"] for row in case["rows"]})
     field.set_xticks(hosts, [str(number) for number in hosts])
-    field.set_xlabel(f"hosts of {case['ranks']} ranks")
-    field.set_ylabel("seconds of a step")
+    field.yaxis.set_major_formatter("{x:g}")
+    field.set_xlabel(f"nodes of {case['ranks']} ranks")
+    field.set_ylabel("seconds per step")
     for side in ("top", "right"):
         field.spines[side].set_visible(False)
     field.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    title = f"{case['model']}: what links of {case['between']} between hosts take of a step (computed)"
+    title = f"{case['model'].upper()}: communication time of a step at {case['between']} between nodes (computed)"
     picture.suptitle(title, x=0.01, ha="left")
     results.save_figure(picture, folder / "links.svg")
 
@@ -137,10 +139,10 @@ def main() -> None:
     """Compute, print the table, and write JSON and plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SIZES, default="125m")
-    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 8, 32, 128, 512])
-    parser.add_argument("--ranks", type=int, default=8, help="on each host (default: %(default)s)")
-    parser.add_argument("--between", default="10Gbit/s", help="of a host's link (default: %(default)s)")
-    parser.add_argument("--within", default="5GB/s", help="of a rank's link in its host (default: %(default)s)")
+    parser.add_argument("--nodes", "--hosts", dest="hosts", type=int, nargs="+", default=[2, 8, 32, 128, 512])
+    parser.add_argument("--ranks", type=int, default=8, help="on each node (default: %(default)s)")
+    parser.add_argument("--between", default="10Gbit/s", help="of a node's link (default: %(default)s)")
+    parser.add_argument("--within", default="5GB/s", help="of a rank's link in its node (default: %(default)s)")
     parser.add_argument(
         "--latency", type=float, default=50e-6, help="seconds until a message is there (default: %(default)s)"
     )

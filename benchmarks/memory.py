@@ -220,6 +220,7 @@ def measure(engine: Engine, task: Task, ranks: int) -> dict[str, float]:
     return found
 
 
+NOT_DRAWN = ("zero1-gloo", "zero2-gloo", "zero3-gloo", "lightning-ddp", "lightning-fsdp2")
 COLUMNS = ("rest", "plan_rest", "peak", "plan_peak", "process_rest", "process_peak")
 
 
@@ -254,22 +255,21 @@ def missed_goals(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def plot(cases: list[dict[str, Any]], path: Path) -> None:
-    """Bars of one case: what a process has in memory at the peak of a step and, darker, at rest."""
+    """Bars of one case: what the allocator counts at the peak of a step and, darker, at rest."""
     case = max(cases, key=lambda case: [case["model"] == "50m", case["precision"] == "fp32", -case["ranks"]])
+    which = f"{case['model'].upper()}, {case['precision']}, {case['ranks']} ranks"
     results.bars(
         path,
-        f"Bytes of a parameter that a process has in memory: at rest (dark) and at the peak of a step\n"
-        f"({case['model']}, {case['precision']}, {case['ranks']} ranks)",
+        f"Memory of a rank, counted by the allocator\n{which}",
+        "bytes per parameter",
         [
             results.Bar(
-                row["label"],
-                row["process_peak"],
-                f"{row['process_rest']:.1f} / {row['process_peak']:.1f}",
-                dark=row["process_rest"],
-                ours=row["ours"],
+                row["label"], row["peak"], f"{row['rest']:.2f}, {row['peak']:.2f}", row["rest"], ours=row["ours"]
             )
-            for row in case["engines"].values()
+            for name, row in case["engines"].items()
+            if name not in NOT_DRAWN
         ],
+        shades=("at rest", "at the peak of a step"),
     )
 
 

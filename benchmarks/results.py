@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parent / "results"
+WIDTH = 8.3  # inches of a picture, 800 pixels
+INK = "#1f2328"
+_COLOURS = (("#4c8fc0", "#a9cbe6"), ("#e6550d", "#fdae6b"))  # (dark, light) of the others and of ours
 _PACKAGES = ("torch", "lightning", "lightning-zero", "deepspeed")
 
 
@@ -88,50 +91,78 @@ def load(path: Path) -> list[dict[str, Any]]:
 
 @dataclass
 class Bar:
-    """One row of a picture: a label, a length and what is written behind it; ``dark`` is drawn over its beginning."""
+    """One row of a picture: a label, a length and the text beside it.
+
+    Attributes:
+        label: the name of the row, left of the bar.
+        length: of the bar.
+        text: right of all bars.
+        dark: how much of the beginning has the darker colour.
+        span: the smallest and the largest value of several rounds, drawn as a thin line.
+        ours: whether the row has lightning-zero's colour.
+    """
 
     label: str
     length: float
     text: str
     dark: float = 0.0
+    span: tuple[float, float] | None = None
     ours: bool = False
 
 
-def bars(path: Path, title: str, rows: list[Bar], line: float | None = None) -> None:
+def bars(
+    path: Path, title: str, unit: str, rows: list[Bar], line: float | None = None, shades: tuple[str, str] | None = None
+) -> None:
     """One field of bars, the longest at the bottom, ours in another colour, and nothing without matplotlib.
 
     Args:
         path: of the SVG.
-        title: what is to be seen.
+        title: what the picture shows.
+        unit: of the lengths, below the axis.
         rows: the bars.
-        line: where a line goes across all of them.
+        line: where a line crosses all of them.
+        shades: what the dark and the light part of a bar stand for.
     """
-    drawn = figure(1, 1, (8.5, 1.1 + 0.34 * len(rows)))
+    drawn = figure(1, 1, (WIDTH, 1.3 + 0.3 * len(rows) + 0.3 * bool(shades)))
     if drawn is None:
         return
     picture, ((field,),) = drawn
     rows = sorted(rows, key=lambda row: -row.length)
-    light = [
-        ("#fdae6b" if row.ours else "#c6dbef") if row.dark else ("#e6550d" if row.ours else "#6baed6") for row in rows
-    ]
-    found = field.barh([row.label for row in rows], [row.length for row in rows], color=light, height=0.7)
-    field.barh(
-        [row.label for row in rows],
-        [row.dark for row in rows],
-        color=["#e6550d" if row.ours else "#6baed6" for row in rows],
-        height=0.7,
-    )
-    texts = field.bar_label(found, [row.text for row in rows], padding=4)
-    for text in texts:
-        text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})  # over the line
+    labels = [row.label for row in rows]
+    for shaded in (False, True):
+        lengths = [row.dark if shaded else row.length for row in rows]
+        colours = [_COLOURS[row.ours][bool(row.dark) and not shaded] for row in rows]
+        field.barh(labels, lengths, color=colours, height=0.7)
+    for place, row in enumerate(rows):
+        if row.span is not None:
+            field.plot(row.span, (place, place), color=INK, linewidth=1.2, marker="|", markersize=6)
     if line is not None:
-        field.axvline(line, color="black", linewidth=0.8)
-    field.set_xlim(0, 1.15 * max(row.length for row in rows))
+        field.axvline(line, color=INK, linewidth=0.8, linestyle="--")
+    most = max(max(row.length, *(row.span or ())) if row.span else row.length for row in rows)
+    column = any(row.span for row in rows)  # where lines would cross texts beside the bars
+    for place, row in enumerate(rows):
+        field.annotate(
+            row.text, (most if column else row.length, place), (6, 0), textcoords="offset points", va="center"
+        )
+    field.set_xlim(0, most * (1.05 + 0.014 * max(len(row.text) for row in rows)))
+    field.set_xticks([tick for tick in field.get_xticks() if 0 <= tick <= most])
+    field.set_xlabel(unit, loc="left")
+    field.tick_params(axis="y", length=0)
     for side in ("top", "right"):
         field.spines[side].set_visible(False)
     for label, row in zip(field.get_yticklabels(), rows, strict=True):
         label.set_fontweight("bold" if row.ours else "normal")
     picture.suptitle(title, x=0.01, ha="left")
+    if shades:
+        from matplotlib.patches import Patch
+
+        names = ("others", "lightning-zero")
+        handles = [
+            Patch(color=_COLOURS[ours][light], label=f"{names[ours]}, {shade}")
+            for ours in (True, False)
+            for light, shade in enumerate(shades)
+        ]
+        picture.legend(handles=handles, loc="outside lower left", ncols=2, frameon=False)
     save_figure(picture, path)
 
 
@@ -144,15 +175,32 @@ def figure(rows: int, columns: int, size: tuple[float, float]) -> Any:
 
     matplotlib.use("svg")
     matplotlib.rcParams.update({"svg.fonttype": "path", "svg.hashsalt": "lightning_zero", "font.size": 10})
+    parts = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    matplotlib.rcParams.update(dict.fromkeys(parts, INK))
     from matplotlib import pyplot
 
     return pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
 
 
 def save_figure(drawn: Any, path: Path) -> None:
-    """As SVG, without the moment at which it was made."""
+    """As SVG, without the moment at which it was made, for light and dark pages."""
     drawn.savefig(path, metadata={"Date": None})
+    path.write_text(follow_scheme(path.read_text(encoding="utf-8")), encoding="utf-8")
     print(f"wrote {path}")
+
+
+def follow_scheme(svg: str) -> str:
+    """A picture of matplotlib's that turns its paper dark and its ink light where the reader's scheme is dark."""
+    rules = [
+        f'[style*="{kind}: {light}"]{{{kind}:{dark} !important}}'
+        for kind in ("fill", "stroke")
+        for light, dark in (("#ffffff", "#0d1117"), (INK, "#e6edf3"))
+    ]
+    style = "<style>@media (prefers-color-scheme: dark){svg{fill:#e6edf3}" + "".join(rules) + "}</style>\n"
+    if style in svg:
+        return svg
+    svg = svg.replace("#000000", INK).replace("</metadata>\n", "</metadata>\n " + style, 1)
+    return "\n".join(line.rstrip() for line in svg.splitlines()) + "\n"
 
 
 def _line(path: str, name: str) -> str:

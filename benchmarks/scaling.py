@@ -33,6 +33,7 @@ from lightning_zero import ZeroStrategy, build_plan
 
 WIDTH = 16
 LARGE = (8192, 86)  # 69 billion parameters
+DDP_NBYTES = 16  # of a parameter under autocast with Adam: weight, gradient and two moments in float32
 
 
 class Block(nn.Module):
@@ -84,6 +85,11 @@ def tiny(units: int) -> TinyTask:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # By ranks
+
+
+def _numel(size: tuple[int, int]) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in GPT(*size).parameters())
 
 
 def planned(worlds: list[int], size: tuple[int, int]) -> list[dict[str, Any]]:
@@ -230,31 +236,41 @@ def plot(case: dict[str, Any], folder: Path) -> None:
     most = max(row["units"] for row in case["units"])
     results.bars(
         folder / "units.svg",
-        f"Milliseconds of a step of {most} tiny units on one rank",
+        f"Time of a step of {most} tiny units on one rank (no communication)",
+        "milliseconds",
         [
             results.Bar(row["label"], 1000 * row["seconds"], f"{1000 * row['seconds']:.1f}", ours=row["ours"])
             for row in case["units"]
             if row["units"] == most
         ],
     )
-    drawn = results.figure(1, 1, (8.5, 4))
+    drawn = results.figure(1, 1, (results.WIDTH, 4))
     if drawn is None:
         return
     picture, ((field,),) = drawn
-    for stage, colour in ((1, "#fdae6b"), (2, "#fd8d3c"), (3, "#d94801")):
-        rows = [row for row in case["plan"] if row["stage"] == stage]
-        ranks, held = [row["ranks"] for row in rows], [row["rest"] / 1e9 for row in rows]
+    numel = _numel(LARGE)
+    lines = {"DDP": {row["ranks"]: DDP_NBYTES * numel for row in case["plan"]}}
+    for row in case["plan"]:
+        lines.setdefault(f"zero{row['stage']}", {})[row["ranks"]] = row["rest"]
+    for (name, line), colour in zip(lines.items(), ("#8c959f", "#e0a100", "#e6550d", "#4c8fc0"), strict=True):
+        ranks, held = list(line), [nbytes / 1e9 for nbytes in line.values()]
         field.plot(ranks, held, "o-", color=colour)
-        field.annotate(f"  zero{stage}: {held[-1]:.4g} GB", (ranks[-1], held[-1]), va="center")
+        field.annotate(
+            f"  {name}: {held[-1]:,.3g} GB" if held[-1] < 1000 else f"  {name}: {held[-1]:,.0f} GB",
+            (ranks[-1], held[-1]),
+            va="center",
+        )
     field.set_xscale("log", base=2)
     field.set_yscale("log")
     field.set_xticks(ranks, [str(number) for number in ranks])
     field.set_xlim(ranks[0] / 1.3, ranks[-1] * 6)
     field.set_xlabel("ranks")
-    field.set_ylabel("GB on each rank, at rest")
+    field.set_ylabel("GB on each rank")
+    field.yaxis.set_major_formatter("{x:,g}")
     for side in ("top", "right"):
         field.spines[side].set_visible(False)
-    picture.suptitle("70 billion parameters in 16 bit with Adam: what each rank holds", x=0.01, ha="left")
+    title = f"{numel / 1e9:.0f} billion parameters, bf16-mixed, Adam: memory of each rank between steps (computed)"
+    picture.suptitle(title, x=0.01, ha="left")
     results.save_figure(picture, folder / "scaling.svg")
 
 

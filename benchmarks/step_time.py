@@ -225,13 +225,24 @@ def plot(cases: list[dict[str, Any]], path: Path) -> None:
     """Bars of one case, the main one if it was measured: a step of every engine, as a ratio to DDP's."""
     case = max(cases, key=_weight)
     rows = [row for name, row in case["engines"].items() if name not in NOT_DRAWN]
+    which = f"{case['model'].upper()}, {case['precision']}, {case['ranks']} ranks on {case['run']['cores']} cores"
     results.bars(
         path,
-        f"Time of a training step, to DDP's ({case['model']}, {case['precision']}, {case['ranks']} ranks on "
-        f"{case['run']['cores']} cores, {case['batch'].replace('x', ' x ')} tokens a rank)",
-        [results.Bar(row["label"], row["ratio"], f"{row['ratio']:.2f}", ours=row["ours"]) for row in rows],
+        f"Time of a training step relative to DDP\n{which}, {case['batch'].replace('x', ' x ')} tokens per rank",
+        "time of DDP's step = 1; median, smallest and largest of all rounds",
+        [results.Bar(row["label"], row["ratio"], _range(row), span=_span(row), ours=row["ours"]) for row in rows],
         line=1.0,
     )
+
+
+def _span(row: dict[str, Any]) -> tuple[float, float] | None:
+    ratios = row.get("ratios", [])
+    return (min(ratios), max(ratios)) if len(set(ratios)) > 1 else None
+
+
+def _range(row: dict[str, Any]) -> str:
+    span = _span(row)
+    return f"{row['ratio']:.2f}" + (f" ({span[0]:.2f}–{span[1]:.2f})" if span else "")  # noqa: RUF001
 
 
 def _weight(case: dict[str, Any]) -> tuple[bool, ...]:

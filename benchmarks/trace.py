@@ -23,14 +23,14 @@ import lightning.pytorch as pl
 import torch
 import torch.multiprocessing as mp
 from offload_training import GPT, VOCABULARY, free_port, quiet
-from results import FOLDER, circumstances, figure, headline, save_figure
+from results import FOLDER, WIDTH, circumstances, figure, headline, save_figure
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy
 
 PREFIX = "zero: "
-_CHARACTER = 0.0065  # of the picture's width
+_CHARACTER = 0.0105  # of the picture's width
 LANES = (
     "forward",
     "backward",
@@ -147,10 +147,16 @@ def draw(ranges: list[Range], title: str, path: Path) -> None:
     """A lane for each phase that occurs, and in it a bar for each range, with the unit's name where there is room."""
     lanes = [lane for lane in LANES if any(found.phase == lane for found in ranges)]
     last = max(found.end for found in ranges)
-    drawn = figure(1, 1, (12, 0.45 * len(lanes) + 1.2))
+    drawn = figure(1, 1, (WIDTH, 0.42 * len(lanes) + 1.1))
     if drawn is None:
         return
     axes = drawn[1][0][0]
+    begin = max((found.end for found in ranges if found.phase == "forward"), default=0.0)
+    end = min((found.start for found in ranges if found.phase == "backward" and found.start > begin), default=begin)
+    if end > begin + 0.13 * last:  # the model's own forward goes on there, and its backward begins
+        axes.axvspan(begin / 1000, end / 1000, facecolor="#8c959f", alpha=0.25, linewidth=0)
+        text = "head and loss,\nforward and\nbackward (in\nno unit)"
+        axes.text((begin + end) / 2000, len(lanes) - 1.5, text, ha="center", va="center", fontsize=8)
     for height, lane in enumerate(reversed(lanes)):
         colour = next((c for word, c in COLOURS.items() if lane.startswith(word)), "#dd8452")
         own = [found for found in ranges if found.phase == lane]
@@ -166,11 +172,11 @@ def draw(ranges: list[Range], title: str, path: Path) -> None:
             name = next((name for name in _names(found.unit) if len(name) < room), "")
             if name and lane != "agree":
                 middle = (found.start + found.end) / 2000
-                axes.text(middle, height, name, ha="center", va="center", fontsize=7, color="white")
+                axes.text(middle, height, name, ha="center", va="center", fontsize=7, color="#fefefe")
     axes.set_yticks(range(len(lanes)), list(reversed(lanes)))
-    axes.set_xlabel("milliseconds")
+    axes.set_xlabel("milliseconds since the step began")
     axes.set_xlim(0, last / 1000)
-    axes.set_title(title, fontsize=9)
+    drawn[0].suptitle(title, x=0.01, ha="left")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -218,7 +224,7 @@ def main() -> None:
         ranges = [Range(**found) for found in json.loads((Path(folder) / "ranges.json").read_text())]
         output.mkdir(parents=True, exist_ok=True)
         (output / "trace.json.gz").write_bytes((Path(folder) / "trace.json.gz").read_bytes())
-    title = f"stage {setting.stage}, {setting.precision}, {setting.ranks} ranks, rank 0"
+    title = f"One training step of zero{setting.stage} ({setting.precision}, {setting.ranks} ranks): what rank 0 does"
     draw(ranges, title, output / "trace.svg")
     print(headline(circumstances()))
     print(table(ranges))

@@ -5,10 +5,13 @@ They are 800 pixels wide, and follow the reader's light or dark scheme.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import sys
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 STYLE = """
 .bg{fill:#ffffff} .t{fill:#1f2328} .s{fill:#57606a} .line{stroke:#57606a;fill:none;stroke-width:2}
 .head{fill:#57606a} .empty{fill:none;stroke:#8c959f;stroke-dasharray:4 4} .w{fill:#ffffff}
@@ -61,6 +64,39 @@ class Picture:
             f'<rect class="bg" width="800" height="{self.height}"/>\n' + "\n".join(self.parts) + "\n</svg>\n",
             encoding="utf-8",
         )
+
+
+def stages() -> None:
+    """Bytes per parameter of one of four ranks, in bars."""
+    picture = Picture("What one of 4 ranks holds, in bytes per parameter", 316)
+    rows = {"parameters": "p", "gradients": "g", "optimizer state": "o"}
+    for place, (name, kind) in enumerate(rows.items()):
+        picture.box(96 + place * 150, 46, 16, 16, kind)
+        picture.text(120 + place * 150, 60, name, size=16)
+    ways = {"DDP": (4, 4, 8), "zero1": (4, 4, 2), "zero2": (4, 1, 2), "zero3": (1, 1, 2)}
+    for line, (way, sizes) in enumerate(ways.items()):
+        left, top = 96.0, 80 + line * 54
+        picture.text(82, top + 26, way, at="end", bold=True, size=17)
+        for nbytes, kind in zip(sizes, rows.values(), strict=True):
+            picture.box(left, top, nbytes * 38 - 2, 40, kind, str(nbytes))
+            left += nbytes * 38
+        picture.text(left + 10, top + 26, str(sum(sizes)), bold=True, size=17)
+    picture.text(16, 304, "float32 with Adam, between two steps; zero2 and zero3 also hold buffers of fixed size", "s")
+    picture.write("stages.svg")
+
+
+def plan() -> None:
+    """What ``lightning-zero plan --plot`` draws of the command in docs/planner.md."""
+    root = HERE.parent.parent
+    sys.path[:0] = [str(root), str(root / "benchmarks")]
+    from results import follow_scheme
+
+    from lightning_zero.cli import main
+
+    path = HERE / "plan.svg"
+    with contextlib.redirect_stdout(io.StringIO()):
+        main(["plan", "--parameters=7B", "--world-size=8", "--device-memory=80GB", f"--plot={path}"])
+    path.write_text(follow_scheme(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def split() -> None:
@@ -154,5 +190,5 @@ def checkpoint() -> None:
 
 
 if __name__ == "__main__":
-    for draw in (split, step, gradient, checkpoint):
+    for draw in (stages, plan, split, step, gradient, checkpoint):
         draw()

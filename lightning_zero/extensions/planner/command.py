@@ -234,6 +234,7 @@ class Planner:
         if self.config.plot is not None:
             estimate = self.estimate()
             stages, title = estimate.shown(self._advice(estimate)[1])
+            title += f"\n{estimate.numel:,} parameters, {estimate.precision}, world size {estimate.world_size:,}"
             draw(stages, self.config.plot, title, (self.memory or {}).get("device_nbytes"))
         return json.dumps(self.numbers(), indent=2) if self.config.json else self.describe()
 

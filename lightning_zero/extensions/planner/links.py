@@ -104,8 +104,7 @@ def parse_speed(text: str) -> float:
 
 
 def draw(stages: Mapping[str, StageMemory], path: str, at: str, line: int | None = None) -> None:
-    """Write a picture, ``.png`` or ``.svg``: for each stage a bar of what a rank's device holds at the peak, and a line
-    at so many bytes. Raises ValueError for what matplotlib cannot write, ImportError without it."""
+    """Draw a bar for each stage's peak, and a line at ``line`` bytes. ValueError of unknown formats; ImportError."""
     make = needed("matplotlib.figure", "--plot", "'lightning-zero[plot]'").Figure
     axes = (figure := make((9, 2.0 + 0.4 * len(stages)), layout="constrained")).subplots()
     most, left = max(line or 0, *(stage.peak.total for stage in stages.values())), [0.0] * len(stages)
@@ -122,5 +121,5 @@ def draw(stages: Mapping[str, StageMemory], path: str, at: str, line: int | None
         axes.annotate(readable_size(stage.peak.total), (end, name), (4, 0), **beside)
     axes.set(title=f"What a rank holds {at}", xlabel=unit, xlim=(0, 1.15 * most / scale))
     axes.invert_yaxis()
-    figure.legend(loc="outside right upper", frameon=False)  # from above, in the order of the bars
+    figure.legend(handles=[*axes.containers, *axes.lines], loc="outside right upper", frameon=False)
     figure.savefig(path, dpi=150, metadata={"Date": None} if path.lower().endswith("svg") else None)
