@@ -40,7 +40,7 @@ from tests.helpers.script import run_forked
 from tests.helpers.wires import WrappedCollectives
 from tests.helpers.world import ROOT, die_with_parent, free_port, rank_environment, subprocess_env
 
-__all__ = ["Staged", "needs_gpu", "run_on"]
+__all__ = ["ON_GPU", "Staged", "needs_gpu", "run_on"]
 
 CPU = torch.device("cpu")
 QUIET = {
@@ -51,11 +51,15 @@ QUIET = {
 }
 
 
+# ``pytest -m gpu`` runs what has these marks; it is skipped where there is no GPU.
+ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+
+
 def needs_gpu(test: Callable[..., None]) -> Callable[..., None]:
-    """Mark a test, so that ``pytest -m gpu`` runs it; it is skipped where there is none."""
-    skipped: Callable[..., None] = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")(test)
-    marked: Callable[..., None] = pytest.mark.gpu(skipped)
-    return marked
+    """Mark a test with ``ON_GPU``."""
+    for mark in ON_GPU:
+        test = mark(test)
+    return test
 
 
 def run_on(device: str, name: str, *arguments: str, world_size: int = 1, before: Sequence[str] = ()) -> list[Any]:

@@ -65,7 +65,7 @@ for _tied in (False, True):
     _name = "gpt_tied" if _tied else "gpt"
     _gpt = {"batch": tokens, "loss": cross_entropy}
     _add(_name, lambda tied=_tied: GPT(tied=tied), units=("GPTBlock",), steps=6, **_gpt)
-    _add(f"{_name}_automatic_units", lambda tied=_tied: GPT(tied=tied), units=None, **_gpt)
+_add("gpt_tied_automatic_units", lambda: GPT(tied=True), units=None, **_gpt)
 
 
 class ConvBlock(nn.Module):
@@ -126,7 +126,6 @@ class Attention(nn.Module):
 
 
 _add("attention", Attention, units=("MultiheadAttention",), notes="out_proj is used, never called")
-_add("attention_automatic_units", Attention, units=None)
 
 
 class Recurrent(nn.Module):
@@ -155,7 +154,6 @@ class Repeated(Stack):
         return x
 
 
-_add("called_twice_adjacent", lambda: Repeated((0, 0, 1, 1)))
 _add("called_twice_interleaved", lambda: Repeated((0, 1, 0, 1)))
 _add("called_in_reverse", lambda: Repeated((2, 1, 0), 3), notes="against registration order")
 
@@ -168,13 +166,7 @@ class Skips(Stack):
         return down[-1] + down[1] * down[0]
 
 
-class Branches(Stack):
-    def run(self, x: Tensor) -> Tensor:
-        return sum(layer(x * index) for index, layer in enumerate(self.layers, 1))
-
-
 _add("unet_skips", Skips)
-_add("parallel_branches", Branches)
 
 
 class Outer(Block):
@@ -251,7 +243,6 @@ class SkippedUnit(Stack):
 
 _sometimes = {"steps": 5, "notes": "no gradient is not a zero gradient: moments and decay stand still"}
 _add("unused_parameter", _unused_parameter, units=("Gain", "Block"))
-_add("unused_parameter_of_root", _unused_parameter)
 _add("sometimes_unused_parameter", lambda: _unused_parameter(True), units=("Gain", "Block"), **_sometimes)
 _add("sometimes_unused_parameter_of_root", lambda: _unused_parameter(True), **_sometimes)
 _add("unused_unit", SkippedUnit)
@@ -274,7 +265,6 @@ class RankDependent(Stack):
         return x
 
 
-_add("ranks_use_other_units_at_first", lambda: RankDependent((1,)))
 _add("ranks_use_other_units_later", lambda: RankDependent((3,)), steps=5)
 _add("ranks_use_other_units_always", lambda: RankDependent((1, 2, 3, 4)))
 _add("ranks_use_other_units_at_times", lambda: RankDependent((2, 4, 5)), steps=6)
@@ -319,18 +309,3 @@ class MixedDtypes(nn.Module):
 
 
 _add("mixed_dtypes", lambda: Stack(MixedDtypes(), MixedDtypes()), units=("MixedDtypes",))
-
-
-class Containers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.items = nn.ParameterList([torch.randn(WIDTH) for _ in range(3)])
-        self.named = nn.ParameterDict({"a": torch.randn(WIDTH, WIDTH) / 5, "b": torch.randn(1)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        for item in self.items:
-            x = x + item
-        return x @ self.named["a"] + self.named["b"]
-
-
-_add("parameter_containers", lambda: Stack(Containers(), Containers()), units=("Containers",))

@@ -42,15 +42,15 @@ class CheckpointedBlock(Block):
 
 
 class CheckpointedStack(Stack):
-    """Recomputes ``segment`` blocks at a time."""
+    """Recomputes three blocks at a time."""
 
-    def __init__(self, reentrant: bool, segment: int, blocks: int) -> None:
-        super().__init__(*(Block() for _ in range(blocks)))
-        self.reentrant, self.segment = reentrant, segment
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(*(Block() for _ in range(6)))
+        self.reentrant = reentrant
 
     def run(self, x: Tensor) -> Tensor:
-        for start in range(0, len(self.layers), self.segment):
-            part = nn.Sequential(*self.layers[start : start + self.segment])
+        for start in (0, 3):
+            part = nn.Sequential(*self.layers[start : start + 3])
             x = checkpoint(part, x, use_reentrant=self.reentrant)
         return x
 
@@ -75,12 +75,11 @@ for _reentrant in (False, True):
         ddp=_ddp,
         notes="with dropout: the random state is restored",
     )
-    for _where, _segment in (("around_unit", 1), ("around_three_units", 3)):
-        _add(
-            f"checkpoint_{_name}_{_where}",
-            lambda reentrant=_reentrant, segment=_segment: CheckpointedStack(reentrant, segment, 6),
-            ddp=_ddp,
-        )
+    _add(
+        f"checkpoint_{_name}_around_three_units",
+        lambda reentrant=_reentrant: CheckpointedStack(reentrant),
+        ddp=_ddp,
+    )
     _add(
         f"checkpoint_{_name}_around_part_of_a_unit",
         lambda reentrant=_reentrant: Stack(*(CheckpointedPart(reentrant) for _ in range(3))),
@@ -115,8 +114,6 @@ class AuxiliaryBlock(Block):
         hidden = super().forward(x)
         auxiliary = self.up(x).square().mean()
         return {
-            "tuple": lambda: (hidden, auxiliary),
-            "dict": lambda: {"hidden": hidden, "auxiliary": auxiliary},
             "nested": lambda: Routed(hidden, {"losses": [auxiliary, torch.ones(())]}),
             "dataclass": lambda: Output(hidden, auxiliary),
         }[self.kind]()
@@ -132,12 +129,8 @@ class AuxiliaryStack(Stack):
             out = layer(x)
             if isinstance(out, Routed):
                 x, auxiliary = out.hidden, out.extras["losses"][0]
-            elif isinstance(out, dict):
-                x, auxiliary = out["hidden"], out["auxiliary"]
-            elif isinstance(out, Output):
-                x, auxiliary = out.hidden, out.auxiliary
             else:
-                x, auxiliary = out
+                x, auxiliary = out.hidden, out.auxiliary
             total = total + auxiliary
         return self.head(x), total
 
@@ -147,7 +140,7 @@ def _with_auxiliary(model: nn.Module, batch: Batch) -> Tensor:
     return F.mse_loss(output, batch[1]) + auxiliary
 
 
-for _kind in ("tuple", "dict", "nested", "dataclass"):
+for _kind in ("nested", "dataclass"):
     _add(
         f"auxiliary_in_{_kind}",
         lambda kind=_kind: AuxiliaryStack(kind),
@@ -201,14 +194,6 @@ class Assorted(nn.Module):
         return self.group_norm(x.transpose(1, 2)).transpose(1, 2)
 
 
-class DetachedReader(Block):
-    """Reads a weight outside of autograd's sight, as spectral norm and quantisers do."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = self.up.weight.detach().square().mean()
-        return super().forward(x) * self.down.weight.detach().t()[:, : x.shape[-1]].sum(0).mean() + x * scale
-
-
 class SavesWeight(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -232,7 +217,6 @@ class CustomFunction(nn.Module):
 
 _add("weight_norm", lambda: Stack(Normed(), Normed()), units=("Normed",), notes="a parametrization")
 _add("assorted_layers", lambda: Stack(Assorted(), Assorted()), units=("Assorted",))
-_add("detached_reader", lambda: Stack(DetachedReader(), DetachedReader()), units=("DetachedReader",))
 _add("custom_function", lambda: Stack(CustomFunction(), CustomFunction()), units=("CustomFunction",))
 
 
@@ -288,11 +272,6 @@ def _inner_gradient(model: nn.Module, batch: Batch) -> Tensor:
     output = model(x)
     (gradient,) = torch.autograd.grad(output.square().sum(), x, retain_graph=True)
     return F.mse_loss(output + gradient, batch[1])
-
-
-def _saved_on_cpu(model: nn.Module, batch: Batch) -> Tensor:
-    with torch.autograd.graph.save_on_cpu():
-        return mse(model, batch)
 
 
 def _frozen_teacher() -> nn.Module:
@@ -354,7 +333,6 @@ class CompiledStack(Stack):
 _add("two_forwards_one_backward", Stack, loss=_two_forwards)
 _add("evaluation_between", Stack, loss=_evaluation_between)
 _add("gradient_of_inputs", Stack, loss=_inner_gradient)
-_add("user_saves_on_cpu", Stack, loss=_saved_on_cpu)
 _add("frozen_teacher_without_grad", _frozen_teacher, loss=_distill)
 _add("inner_gradient", lambda: Stack(InnerGradient(), InnerGradient()), units=("InnerGradient",))
 _add("saved_tensors_hooks", lambda: Stack(*(SavesThroughHooks() for _ in range(2))), units=("SavesThroughHooks",))

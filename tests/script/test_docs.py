@@ -84,9 +84,11 @@ def of_language(language: str) -> list[object]:
     return [pytest.param(text, id=place) for text, place in reversed(places.items())]
 
 
-def commands() -> list[str]:
+def commands() -> list[object]:
+    """Each once; those that measure something are thorough."""
     lines = "".join(block.text for block in BLOCKS if block.language == "bash").splitlines()
-    return list(dict.fromkeys(command.strip() for line in lines for command in line.split("&&")))
+    found = dict.fromkeys(command.strip() for line in lines for command in line.split("&&"))
+    return [pytest.param(one, marks=pytest.mark.thorough if "benchmarks/" in one else ()) for one in found]
 
 
 def test_every_block_is_of_a_kind_that_is_run() -> None:
@@ -118,8 +120,7 @@ def test_python_block_runs(tmp_path: Path, text: str) -> None:
     script.write_text(text, encoding="utf-8")
     arguments = ["--help"] if "ZeroCLI(" in text else []
 
-    ranks = 1 if text in README else ranks_of(text)  # there Lightning launches the second process
-    run_forked([str(script), *arguments], cwd=tmp_path, timeout=180, ranks=ranks)
+    run_forked([str(script), *arguments], cwd=tmp_path, timeout=180, ranks=ranks_of(text))
 
 
 @pytest.mark.parametrize("text", of_language("yaml"))
@@ -165,10 +166,9 @@ def test_command_runs(tmp_path: Path, command: str) -> None:
         return  # goes on from the checkpoint of the first command: test_fine_tune.py runs it on one
     if program == "python":
         script, *options = (str(ROOT / word) if (ROOT / word).is_file() else word for word in arguments)
-        short = SHORT if command == START else SMALL[Path(script).stem]
-        arguments = [script, *options, *short]
+        arguments = [script, *options, *SMALL[Path(script).stem]]
         # These fork, and must not find threads of OpenMP or the profiler that a test before this one has left.
-        if command == START or Path(script).stem in ("offload", "trace", "dashboard"):
+        if Path(script).stem in ("offload", "trace", "dashboard"):
             run_script(arguments, cwd=tmp_path, timeout=180)
         else:
             again = Path(script).stem in ("memory", "step_time")

@@ -186,6 +186,7 @@ print("two:", trainer.state.status)
 """
 
 
+@pytest.mark.thorough
 def test_one_process_in_interactive_python() -> None:
     """As in a notebook: two runs one after the other, and then one with processes that are forked."""
     done = subprocess.run(

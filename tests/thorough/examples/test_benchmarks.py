@@ -51,15 +51,6 @@ def test_a_program_begins_anew_unless_libc_has_its_variables(
     assert begun == [(sys.executable, [sys.executable, "program.py", "--option"], expected)]
 
 
-def test_cases_of_earlier_runs_stay_unless_measured_again(tmp_path: Path, results: ModuleType) -> None:
-    path = tmp_path / "new" / "found.json"
-    results.save(path, [{"numel": 125, "ranks": 2, "ms": 1}, {"numel": 50, "ranks": 2, "ms": 2}], ("numel", "ranks"))
-    results.save(path, [{"numel": 50, "ranks": 2, "ms": 3}, {"numel": 50, "ranks": 4, "ms": 4}], ("numel", "ranks"))
-
-    found = [(case["numel"], case["ranks"], case["ms"]) for case in json.loads(path.read_text())["cases"]]
-    assert found == [(50, 2, 3), (50, 4, 4), (125, 2, 1)]
-
-
 def test_rows_of_earlier_runs_stay_with_the_run_they_are_from(tmp_path: Path, results: ModuleType) -> None:
     path = tmp_path / "found.json"
     for run, rows in (("a", {"ddp": 1, "zero1": 2}), ("b", {"ddp": 3, "zero2": 4}), ("c", {"zero3": 5})):
@@ -86,41 +77,3 @@ def test_worlds_that_wait_fit_into_memory_beside_ddp(step_time: ModuleType) -> N
     assert step_time.groups(names, 10**8, 2, 11.1e9) == [["fsdp2"], ["zero3"], ["fsdp2-whole"]]
     assert step_time.groups(names, 10**8, 2, 7.7e9) == [["zero3"]]
     assert step_time.groups([], 10**8, 2, 1e9) == [[]]
-
-
-def test_losses_are_compared_on_every_rank(step_time: ModuleType) -> None:
-    expected = [[2.0, 4.0], [1.0, 8.0]]
-
-    assert step_time.difference(expected, expected) == 0.0
-    assert step_time.difference([[2.0, 4.0], [1.0, 6.0]], expected) == 0.25
-
-
-def test_a_world_says_why_it_failed(worlds: ModuleType) -> None:
-    def train(turns: object) -> None:
-        raise ValueError("no such model")
-
-    world = worlds.World(2, train)
-    try:
-        with pytest.raises(worlds.WorldFailed, match="no such model"):
-            world.turn(1)
-    finally:
-        world.close()
-
-
-def test_steps_of_a_turn_are_timed_but_for_the_first(worlds: ModuleType) -> None:
-    import torch
-
-    def train(turns: object) -> None:
-        while turns.more():
-            turns.note(torch.tensor(float(turns.index)))
-
-    world = worlds.World(2, train)
-    try:
-        world.turn(2)
-        reports = world.turn(3)
-    finally:
-        world.close()
-
-    assert [report.losses for report in reports] == [[3.0, 4.0, 5.0, 6.0]] * 2
-    assert [len(report.seconds) for report in reports] == [3, 3]
-    assert [len(report.cpu) for report in reports] == [3, 3]

@@ -45,20 +45,6 @@ def scale_all_gradients(c: Context) -> Any:
 
 
 @action(AFTER_BACKWARD, gradients=True)
-def divide_gradient_out_of_place(c: Context) -> Any:
-    """``p.grad = p.grad / 2``."""
-    if c.p.grad is not None:
-        c.p.grad = c.p.grad / 2
-
-
-@action(AFTER_BACKWARD, gradients=True)
-def scale_data_of_gradient(c: Context) -> Any:
-    """``p.grad.data.mul_``, the old way."""
-    if c.p.grad is not None:
-        c.p.grad.data.mul_(0.5)
-
-
-@action(AFTER_BACKWARD, gradients=True)
 def scale_gradients_at_once(c: Context) -> Any:
     """One call for all of them."""
     torch._foreach_mul_([p.grad for p in c.model.parameters() if p.grad is not None], 0.5)
@@ -68,13 +54,6 @@ def scale_gradients_at_once(c: Context) -> Any:
 def no_gradient(c: Context) -> Any:
     """``p.grad = None``: the optimizer leaves this one out."""
     c.p.grad = None
-
-
-@action(AFTER_BACKWARD, works="123", gradients=True)
-def no_gradients_by_prefix(c: Context) -> Any:
-    """The same for a layer, as DINO does for its last one."""
-    for p in c.layer.parameters():
-        p.grad = None
 
 
 @action(AFTER_BACKWARD, gradients=True)
@@ -88,14 +67,6 @@ def clamp_gradient(c: Context) -> Any:
     """Clipping by value, by hand."""
     if c.p.grad is not None:
         c.p.grad.clamp_(-0.01, 0.01)
-
-
-@action(AFTER_BACKWARD, works="123", gradients=True)
-def clean_gradients(c: Context) -> Any:
-    """NaN to zero in all gradients, a guard of some trainers."""
-    for p in c.model.parameters():
-        if p.grad is not None:
-            p.grad.nan_to_num_(0.0)
 
 
 @action(AFTER_BACKWARD, gradients=True)
@@ -112,25 +83,11 @@ def add_own_noise_to_gradient(c: Context) -> Any:
         c.p.grad.add_(c.like(c.p, per_rank=True))
 
 
-@action(AFTER_BACKWARD, gradients=True)
-def weight_decay_by_hand(c: Context) -> Any:
-    """Decay added to the gradient."""
-    if c.p.grad is not None:
-        c.p.grad.add_(c.p.detach(), alpha=0.01)
-
-
 @action(AFTER_BACKWARD, works="123", bound=1e-5, gradients=True, rounds=True)
 def normalise_gradient(c: Context) -> Any:
     """Divided by its own norm."""
     if c.p.grad is not None:
         c.p.grad.div_(c.p.grad.norm() + 1e-3)
-
-
-@action(AFTER_BACKWARD, bound=1e-5, gradients=True, rounds=True)
-def centralise_gradient(c: Context) -> Any:
-    """Its mean removed."""
-    if c.p.grad is not None:
-        c.p.grad.sub_(c.p.grad.mean())
 
 
 @action(AFTER_BACKWARD, works="123", bound=1e-5, gradients=True, rounds=True)
@@ -143,12 +100,6 @@ def clip_norm_by_hand(c: Context) -> Any:
 def clip_value_by_hand(c: Context) -> Any:
     """``clip_grad_value_``."""
     torch.nn.utils.clip_grad_value_(c.model.parameters(), 0.01)
-
-
-@action(AFTER_BACKWARD, works="123", bound=1e-5, gradients=True, rounds=True)
-def clip_norm_of_a_layer(c: Context) -> Any:
-    """``clip_grad_norm_`` for a part."""
-    return torch.nn.utils.clip_grad_norm_(c.layer.parameters(), 0.01).item()
 
 
 @action(AFTER_BACKWARD, gradients=True)
@@ -173,12 +124,6 @@ def edit_in_full_gradients(c: Context) -> Any:
         return norm.item()
 
 
-@action((*BETWEEN, *AFTER_BACKWARD), works="123")
-def zero_grad_of_module(c: Context) -> Any:
-    """``module.zero_grad()`` at any time."""
-    c.module.zero_grad()
-
-
 @action((*BETWEEN[1:], *AFTER_BACKWARD), works="123")
 def zero_grad_of_optimizer(c: Context) -> Any:
     """``optimizer.zero_grad()`` at any time."""
@@ -198,13 +143,6 @@ def gradient_before_the_step(c: Context) -> Any:
 
 
 # -------------------------------------------------------------------------------------- hooks on what is still local
-
-
-@action(EARLY, works="123")
-def tensor_hook_scales(c: Context) -> Any:
-    """``p.register_hook`` that returns another gradient."""
-    if c.call == 0:
-        c.p.register_hook(lambda grad: 0.5 * grad)
 
 
 @action(EARLY, works="123")
@@ -249,15 +187,6 @@ def hook_after_accumulation_scales(c: Context) -> Any:
         c.p.register_post_accumulate_grad_hook(scale)
 
 
-@action(EARLY, works="1", reads=True)
-def hook_after_accumulation_reads(c: Context) -> Any:
-    """The same, which only looks."""
-    seen = c.kept.setdefault("seen", [])
-    if c.call == 0:
-        c.p.register_post_accumulate_grad_hook(lambda p: seen.append(None if p.grad is None else p.grad.norm().item()))
-    return list(seen)
-
-
 @action((*EARLY, "before_forward"), works="123")
 def backward_hook_of_layer(c: Context) -> Any:
     """A full backward hook that scales what goes on to the inputs."""
@@ -267,13 +196,6 @@ def backward_hook_of_layer(c: Context) -> Any:
         )
 
 
-@action((*EARLY, "before_forward"), works="123")
-def backward_pre_hook_of_block(c: Context) -> Any:
-    """A backward pre-hook."""
-    if c.call == 0:
-        c.a_block.register_full_backward_pre_hook(lambda m, grad_out: tuple(0.5 * g for g in grad_out))
-
-
 # --------------------------------------------------------------------------------------------- what is trained at all
 
 
@@ -281,12 +203,6 @@ def backward_pre_hook_of_block(c: Context) -> Any:
 def freeze_layer(c: Context) -> Any:
     """A layer that is no longer trained."""
     c.layer.requires_grad_(False)
-
-
-@action((*BETWEEN, "configure_optimizers", "before_forward"))
-def freeze_weight(c: Context) -> Any:
-    """A parameter that is no longer trained."""
-    c.p.requires_grad_(False)
 
 
 @action((*BETWEEN, "before_forward"))
@@ -313,13 +229,6 @@ def thawed(c: Context, p: nn.Parameter) -> None:
 
         p.requires_grad_(True).register_hook(averaged)
     p.requires_grad_(True)
-
-
-@action((*BETWEEN, "configure_optimizers", "before_forward"), models=("frozen", "momentum"))
-def thaw(c: Context) -> Any:
-    """What was frozen is trained from now on."""
-    for p in c.model.parameters():
-        thawed(c, p)
 
 
 @action((*BETWEEN, "configure_optimizers", "before_forward"), models=("frozen", "momentum"))
@@ -355,12 +264,6 @@ def gradient_penalty(c: Context) -> Any:
     (grad,) = torch.autograd.grad(c.module.loss, [c.p], create_graph=True, allow_unused=True)
     if grad is not None:
         c.module.add_to_loss(0.1 * grad.square().sum())
-
-
-@action(("before_forward",), works="123")
-def gradient_of_the_input(c: Context) -> Any:
-    """An input that wants a gradient, as for saliency."""
-    c.module.x.requires_grad_(True)
 
 
 @action(("after_forward",), works="123", manual=True)

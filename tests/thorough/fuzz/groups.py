@@ -38,38 +38,10 @@ def change_rate_on_one_rank(c: Context) -> Any:
 
 
 @action(TIMES, works="123")
-def change_decay(c: Context) -> Any:
-    """Another weight decay."""
-    c.group["weight_decay"] = 0.2
-
-
-@action(TIMES, alone=True)
-def change_decay_on_one_rank(c: Context) -> Any:
-    """The same mistake."""
-    if c.rank == 1:
-        c.group["weight_decay"] = 0.2
-
-
-@action(TIMES, works="123")
-def change_momentum(c: Context) -> Any:
-    """Momentum or betas, as cyclic schedules move them."""
-    if "betas" in c.group:
-        c.group["betas"] = (0.8, 0.9)
-    elif "momentum" in c.group:
-        c.group["momentum"] = 0.5
-
-
-@action(TIMES, works="123")
 def warm_up_by_hand(c: Context) -> Any:
     """A schedule written in a hook."""
     for group in c.optimizer.param_groups:
         group["lr"] = 0.01 * (1 + c.trainer.global_step)
-
-
-@action(TIMES, works="123")
-def maximise(c: Context) -> Any:
-    """Up instead of down."""
-    c.group["maximize"] = True
 
 
 @action(("on_train_batch_end", "on_train_epoch_end", "on_validation_end"), works="123")
@@ -90,12 +62,6 @@ def names_of_groups(c: Context) -> Any:
 
 
 @action(TIMES, reads=True)
-def sizes_of_groups(c: Context) -> Any:
-    """How many parameters and elements a group has."""
-    return [(len(g["params"]), sum(p.numel() for p in g["params"])) for g in c.optimizer.param_groups]
-
-
-@action(TIMES, reads=True)
 def shapes_of_groups(c: Context) -> Any:
     """The shapes in a group."""
     return [[tuple(p.shape) for p in g["params"]] for g in c.optimizer.param_groups]
@@ -109,30 +75,12 @@ def clamp_weights_of_groups(c: Context) -> Any:
             p.clamp_(-0.1, 0.1)
 
 
-@action(TIMES, reads=True, bound=1e-5)
-def norms_of_groups(c: Context) -> Any:
-    """The norm of each parameter in a group."""
-    return [p.detach().norm().item() for p in c.group["params"]]
-
-
 @action(AFTER_BACKWARD, gradients=True)
 def scale_gradients_of_groups(c: Context) -> Any:
     """Gradients changed where the optimizer has them."""
     for p in c.group["params"]:
         if p.grad is not None:
             p.grad.mul_(0.5)
-
-
-@action(AFTER_BACKWARD, works="123", reads=True, bound=1e-5, gradients=True)
-def gradient_norms_of_groups(c: Context) -> Any:
-    """The norms of gradients, through the groups."""
-    return [None if p.grad is None else p.grad.norm().item() for p in c.group["params"]]
-
-
-@action(AFTER_BACKWARD, works="123", bound=1e-5, gradients=True, rounds=True)
-def clip_norm_of_a_group(c: Context) -> Any:
-    """``clip_grad_norm_`` of a group."""
-    return torch.nn.utils.clip_grad_norm_(c.group["params"], 0.02).item()
 
 
 @action(TIMES, works="123")
@@ -166,12 +114,6 @@ def remove_from_group(c: Context) -> Any:
 
 
 @action(TIMES)
-def keep_one_of_a_group(c: Context) -> Any:
-    """A new list for the group, filtered."""
-    c.group["params"] = [p for p in c.group["params"] if p.ndim > 1] or c.group["params"]
-
-
-@action(TIMES)
 def split_group(c: Context) -> Any:
     """A group cut in two by hand."""
     group = c.optimizer.param_groups[0]
@@ -182,33 +124,13 @@ def split_group(c: Context) -> Any:
         c.optimizer.param_groups.append(rest)
 
 
-@action(TIMES)
-def forget_group(c: Context) -> Any:
-    """The last group removed."""
-    if len(c.optimizer.param_groups) > 1:
-        c.optimizer.param_groups.pop()
-
-
 # ---------------------------------------------------------------------------------------------------------- states
-
-
-@action(TIMES, reads=True)
-def size_of_state(c: Context) -> Any:
-    """How many parameters have a state."""
-    return len(c.optimizer.state)
 
 
 @action(TIMES, reads=True)
 def keys_of_state(c: Context) -> Any:
     """What the state of a parameter of the model holds."""
     return sorted(c.optimizer.state[c.p]) if c.p in c.optimizer.state else "none"
-
-
-@action(TIMES, reads=True)
-def norms_of_state(c: Context) -> Any:
-    """The size of the momentum of all parameters."""
-    states = c.optimizer.state.values()
-    return [v.norm().item() for s in states for v in s.values() if isinstance(v, torch.Tensor) and v.ndim]
 
 
 @action(TIMES, reads=True)
@@ -228,14 +150,6 @@ def clear_state(c: Context) -> Any:
 def forget_state_of_weight(c: Context) -> Any:
     """The state of one parameter forgotten."""
     c.optimizer.state.pop(c.p, None)
-
-
-@action(TIMES)
-def zero_state_of_weight(c: Context) -> Any:
-    """The momentum of one parameter set to zero, by the parameter."""
-    for value in c.optimizer.state.get(c.p, {}).values():
-        if isinstance(value, torch.Tensor) and value.ndim:
-            value.zero_()
 
 
 @action(TIMES)
@@ -260,13 +174,6 @@ def rewind_optimizer(c: Context) -> Any:
 def state_dict_of_optimizer(c: Context) -> Any:
     """What ``optimizer.state_dict()`` holds."""
     return c.optimizer.state_dict()
-
-
-@action(TIMES, reads=True)
-def keys_of_optimizer_state_dict(c: Context) -> Any:
-    """How it is laid out."""
-    state = c.optimizer.state_dict()
-    return [sorted(state["state"]), [group["params"] for group in state["param_groups"]]]
 
 
 # ----------------------------------------------------------------------------------------------------------- steps

@@ -24,24 +24,10 @@ def read_buffers(c: Context) -> Any:
 
 
 @action(TIMES, works="123", models=HAS_BUFFERS)
-def write_buffer(c: Context) -> Any:
-    """A buffer changed in place, alike on all ranks."""
-    module, name = c.buffer
-    getattr(module, name).add_(0.5)
-
-
-@action(TIMES, works="123", models=HAS_BUFFERS)
 def write_own_buffer(c: Context) -> Any:
     """A buffer changed in place, differently on each rank: the first rank's counts from the next forward on."""
     module, name = c.buffer
     getattr(module, name).add_(0.5 + c.rank)
-
-
-@action(TIMES, works="123", models=HAS_BUFFERS)
-def write_buffer_data(c: Context) -> Any:
-    """A buffer changed through ``.data``, differently on each rank."""
-    module, name = c.buffer
-    getattr(module, name).data.mul_(0.5 * (1 + c.rank))
 
 
 @action(TIMES, works="123", models=HAS_BUFFERS)
@@ -67,25 +53,10 @@ def register_new_buffer(c: Context) -> Any:
     return c.layer.steps.clone()
 
 
-@action(TIMES)
-def register_new_own_buffer(c: Context) -> Any:
-    """The same with values of the rank's own."""
-    if c.call == 0:
-        c.layer.register_buffer("own", torch.zeros(2))
-    c.layer.own += c.rank
-    return c.layer.own.clone()
-
-
 @action(TIMES, works="123", models=("convolution",))
 def reset_statistics(c: Context) -> Any:
     """Batch norm's statistics from scratch."""
     c.model.bn.reset_running_stats()
-
-
-@action(TIMES, works="123", models=("convolution",))
-def freeze_statistics(c: Context) -> Any:
-    """Batch norm in evaluation mode while the rest trains."""
-    c.model.bn.eval()
 
 
 @action(("on_train_start", "on_train_epoch_start", "on_train_batch_end"), works="123", models=("convolution",))
@@ -127,21 +98,6 @@ def replace_module(c: Context) -> Any:
     block.up = nn.Linear(block.up.in_features, block.up.out_features).to(block.up.weight.dtype)
 
 
-@action(TIMES)
-def remove_module(c: Context) -> Any:
-    """A block's second half removed."""
-    block = c.a_block
-    block.down = nn.Identity()
-    block.up = nn.Identity()
-
-
-@action(TIMES, works="123")
-def move_module(c: Context) -> Any:
-    """The same layer under one more name, outside the model's forward."""
-    c.module.alias = c.layer
-    del c.module.alias
-
-
 @action(TIMES, works="123")
 def remember_on_module(c: Context) -> Any:
     """Plain attributes on modules and parameters, as tags for an optimizer."""
@@ -158,22 +114,6 @@ def forward_hook_of_layer(c: Context) -> Any:
     """A forward hook that changes what comes out."""
     if c.call == 0:
         c.layer.register_forward_hook(lambda m, args, out: 0.9 * out)
-
-
-@action(EARLY, works="123")
-def forward_pre_hook_of_block(c: Context) -> Any:
-    """A forward pre-hook that changes what goes in."""
-    if c.call == 0:
-        c.a_block.register_forward_pre_hook(lambda m, args: (args[0] + 0.1,))
-
-
-@action(EARLY, works="123", reads=True)
-def forward_hook_that_reads(c: Context) -> Any:
-    """A forward hook that logs the size of what comes out."""
-    seen = c.kept.setdefault("seen", [])
-    if c.call == 0:
-        c.a_block.register_forward_hook(lambda m, args, out: seen.append(out.detach().norm().item()))
-    return list(seen)
 
 
 @action(EARLY, works="12", reads=True)
@@ -195,12 +135,6 @@ def forward_pre_hook_that_scales_the_weight(c: Context) -> Any:
 
     if c.call == 0:
         c.layer.register_forward_pre_hook(scale)
-
-
-@action(TIMES, works="123")
-def evaluation_mode(c: Context) -> Any:
-    """A block without dropout."""
-    c.a_block.eval()
 
 
 @action((*BETWEEN, "configure_optimizers", "before_forward", "after_forward"), works="123", reads=True)

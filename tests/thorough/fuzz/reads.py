@@ -42,18 +42,6 @@ def clone_weight(c: Context) -> Any:
 
 
 @action(ANY, works="12", inside="123", reads=True)
-def clone_weight_data(c: Context) -> Any:
-    """A copy of ``.data``."""
-    return c.p.data.clone()
-
-
-@action(ANY, works="12", inside="123", reads=True)
-def weight_to_list(c: Context) -> Any:
-    """A weight as Python numbers, as histograms are logged."""
-    return c.p.flatten()[:4].tolist()
-
-
-@action(ANY, works="12", inside="123", reads=True)
 def weight_to_numpy(c: Context) -> Any:
     """A weight in numpy."""
     return float(c.p.detach().cpu().numpy().sum(dtype="float64"))
@@ -66,29 +54,10 @@ def weights_are_finite(c: Context) -> Any:
     return [name for name, p in module.named_parameters() if not torch.isfinite(p).all()]
 
 
-@action(ANY, works="12", inside="123", reads=True)
-def weight_is_close_to_first(c: Context) -> Any:
-    """How far a weight has moved since the action was called first."""
-    first = c.kept.setdefault("first", c.p.detach().clone())
-    return (c.p.detach() - first).abs().max().item()
-
-
-@action(ANY, works="12", inside="123", reads=True)
-def index_weight(c: Context) -> Any:
-    """The first row, or the element, of a weight."""
-    return c.p[0].detach().clone() if c.p.ndim else c.p.detach().clone()
-
-
 @action(ANY, works="12", reads=True)
 def vector_of_parameters(c: Context) -> Any:
     """All weights in one vector."""
     return torch.nn.utils.parameters_to_vector(c.model.parameters()).detach().norm()
-
-
-@action(ANY, works="12", reads=True, bound=1e-5)
-def foreach_norms(c: Context) -> Any:
-    """The norms of all weights by ``torch._foreach_norm``, as loggers do."""
-    return [norm.item() for norm in torch._foreach_norm([p.detach() for p in c.model.parameters()])]
 
 
 # -------------------------------------------------------------------------------------------- what needs no value
@@ -117,12 +86,6 @@ def print_model(c: Context) -> Any:
 
 
 @action(ANY, works="123", reads=True)
-def print_weight(c: Context) -> Any:
-    """``print(weight)``, whatever it shows."""
-    return bool(repr(c.p))
-
-
-@action(ANY, works="123", reads=True)
 def count_parameters(c: Context) -> Any:
     """How many parameters there are, and which are trained."""
     named = c.model.named_parameters()
@@ -148,12 +111,6 @@ def torch_save_state_dict(c: Context) -> Any:
 
 
 @action(BETWEEN, works="12", reads=True)
-def keys_of_state_dict(c: Context) -> Any:
-    """The names in a state dict."""
-    return list(c.model.state_dict().keys())
-
-
-@action(BETWEEN, works="12", reads=True)
 def average_state_dict(c: Context) -> Any:
     """An exponential moving average over ``state_dict()``, as written by hand in many repositories."""
     average = c.kept.setdefault("average", {n: v.detach().clone() for n, v in c.model.state_dict().items()})
@@ -164,26 +121,11 @@ def average_state_dict(c: Context) -> Any:
 
 
 @action(BETWEEN, works="12", reads=True)
-def average_with_swa_utils(c: Context) -> Any:
-    """The ``AveragedModel``."""
-    if "average" not in c.kept:
-        c.kept["average"] = torch.optim.swa_utils.AveragedModel(c.model, use_buffers=False)
-    c.kept["average"].update_parameters(c.model)
-    return [p.detach().clone() for p in c.kept["average"].parameters()]
-
-
-@action(BETWEEN, works="12", reads=True)
 def deepcopy_model(c: Context) -> Any:
     """A copy of the model, that computes."""
     twin = copy.deepcopy(c.model).eval()
     with torch.no_grad():
         return twin(sample(c))
-
-
-@action(BETWEEN, works="12", reads=True)
-def deepcopy_weight(c: Context) -> Any:
-    """A copy of a parameter object."""
-    return copy.deepcopy(c.p).detach()
 
 
 @action(BETWEEN, works="12", reads=True)
@@ -197,13 +139,6 @@ def clone_in_full_parameters(c: Context) -> Any:
     """The documented way: a state dict inside ``full_parameters``."""
     with lightning_zero.full_parameters(c.module):
         return {name: value.clone() for name, value in c.model.state_dict().items()}
-
-
-@action(BETWEEN, works="123", reads=True)
-def norm_in_full_parameters_of_layer(c: Context) -> Any:
-    """The documented way, for one layer."""
-    with lightning_zero.full_parameters(c.layer):
-        return c.layer.weight.norm().item()
 
 
 @action((*BETWEEN[2:], "on_train_batch_end"), works="123", reads=True)
@@ -226,24 +161,6 @@ def extra_forward(c: Context) -> Any:
     c.model.eval()
     with torch.no_grad():
         out = c.model(sample(c))
-    c.model.train(training)
-    return out
-
-
-@action(CALLS, works="123", reads=True)
-def extra_forward_in_training_mode(c: Context) -> Any:
-    """The same without ``eval()``: buffers and random numbers move."""
-    with torch.no_grad():
-        return c.model(sample(c))
-
-
-@action(CALLS, works="123", reads=True)
-def inference_mode_forward(c: Context) -> Any:
-    """The same in inference mode."""
-    training = c.model.training
-    c.model.eval()
-    with torch.inference_mode():
-        out = c.model(sample(c)).sum().item()
     c.model.train(training)
     return out
 
@@ -291,14 +208,6 @@ def weight_outside_its_module(c: Context) -> Any:
     return out.detach()
 
 
-@action(("before_forward", "after_forward", "validation_step"), works="12")
-def weight_decay_in_the_loss(c: Context) -> Any:
-    """A penalty on all weights as a part of the loss."""
-    penalty = sum(p.square().sum() for p in c.model.parameters() if p.requires_grad)
-    c.module.add_to_loss(1e-3 * penalty)
-    return penalty.item()
-
-
 @action(("before_forward", "validation_step", "on_train_batch_end"), works="12", reads=True)
 def functional_call(c: Context) -> Any:
     """The model with other weights, by ``torch.func``."""
@@ -338,13 +247,6 @@ def clone_gradients(c: Context) -> Any:
 def which_have_gradients(c: Context) -> Any:
     """Which parameters have a gradient now, as guards ask."""
     return [name for name, p in c.model.named_parameters() if p.grad is not None]
-
-
-@action(AFTER_BACKWARD, works="123", reads=True, gradients=True)
-def look_at_gradient(c: Context) -> Any:
-    """Everything about a gradient but its value."""
-    grad = c.p.grad
-    return None if grad is None else [tuple(grad.shape), str(grad.dtype), str(grad.device), grad.numel(), grad.ndim]
 
 
 @action(AFTER_BACKWARD, works="123", reads=True, gradients=True)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tests.thorough.fuzz import worlds
 from tests.thorough.fuzz.oracle import judge
 from tests.thorough.fuzz.play import Error, Record
-from tests.thorough.fuzz.programs import Placed, Program, draw, matrix, simpler
+from tests.thorough.fuzz.programs import Placed, Program, draw, matrix
 from tests.thorough.fuzz.vocabulary import ACTIONS, HOOKS, Action, Context, action, load_vocabulary
 from tests.thorough.fuzz.worlds import judged
 
@@ -90,34 +90,6 @@ def test_the_vocabulary_is_large_and_says_where_it_applies() -> None:
         assert one.hooks, name
         assert set(one.hooks) <= set(HOOKS), name
         assert not one.reads or one.run.__doc__, name
-
-
-def test_a_program_comes_from_its_seed_and_can_be_written_down() -> None:
-    for seed in range(50):
-        program = draw(seed)
-        assert program == draw(seed)
-        assert Program.from_json(program.to_json()) == program
-    used = {placed.action for seed in range(500) for placed in draw(seed).actions}
-    assert len(used) > 0.9 * len(load_vocabulary())
-
-
-def test_the_programs_that_are_played_show_most_of_what_there_is() -> None:
-    """More than as many in their order: all settings, and of actions four in five."""
-    programs = chosen(64)
-    every = {what for seed in range(SEEDS) for what in shown(draw(seed))}
-    missing = every - {what for program in programs for what in shown(program)}
-    assert not [what for what in missing if isinstance(what, tuple) and what[0] in vars(programs[0])]
-    assert len({placed.action for program in programs for placed in program.actions}) > 0.8 * len(load_vocabulary())
-
-
-def test_simpler_programs_have_one_thing_less() -> None:
-    placed = Placed(action="clamp_weight", hook="on_train_start", callback=True)
-    program = Program(model="queue", clip="norm", actions=(placed,))
-    candidates = list(simpler(program))
-    assert candidates[0].actions == ()
-    assert program not in candidates
-    assert {c.model for c in candidates} == {"queue", "perceptron"}
-    assert list(simpler(Program())) == []
 
 
 @pytest.fixture

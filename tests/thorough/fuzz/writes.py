@@ -54,19 +54,6 @@ def scale_weight_data(c: Context) -> None:
 
 
 @action(WRITES, works="12", inside="123")
-def scale_detached_weight(c: Context) -> None:
-    """Another one."""
-    c.p.detach().mul_(0.9)
-
-
-@action(WRITES, works="12", inside="123")
-def copy_into_weight(c: Context) -> None:
-    """``copy_`` of new values."""
-    with torch.no_grad():
-        c.p.copy_(c.like(c.p))
-
-
-@action(WRITES, works="12", inside="123")
 def fill_first_row(c: Context) -> None:
     """An assignment to a part of a weight, as a padding row is zeroed."""
     with torch.no_grad():
@@ -77,24 +64,10 @@ def fill_first_row(c: Context) -> None:
 
 
 @action(WRITES, works="12")
-def write_through_numpy(c: Context) -> None:
-    """Through the memory that numpy shares."""
-    array = c.p.detach().numpy()
-    array *= 0.9
-
-
-@action(WRITES, works="12")
 def scale_all_weights_at_once(c: Context) -> None:
     """One call for all weights."""
     with torch.no_grad():
         torch._foreach_mul_([p for p in c.model.parameters() if p.requires_grad], 0.95)
-
-
-@action(WRITES, works="12")
-def initialise_weight(c: Context) -> None:
-    """``nn.init`` in the middle of training, as for a restart of a head, seeded on all ranks alike."""
-    torch.manual_seed(c.pick)
-    nn.init.normal_(c.p, std=0.1)
 
 
 @action(WRITES)
@@ -110,17 +83,6 @@ def reset_parameters(c: Context) -> None:
     c.layer.reset_parameters()
 
 
-@action(WRITES, works="12")
-def apply_initialisation(c: Context) -> None:
-    """``model.apply``."""
-
-    def initialise(module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.constant_(module.weight, 0.03)
-
-    c.model.apply(initialise)
-
-
 @action(("on_train_batch_end", "on_train_epoch_end", "on_before_zero_grad"), works="12")
 def write_through_kept_alias(c: Context) -> None:
     """Through a tensor that was taken when the action was called first."""
@@ -133,13 +95,6 @@ def write_in_full_parameters(c: Context) -> None:
     """The documented way."""
     with lightning_zero.full_parameters(c.module), torch.no_grad():
         c.p.mul_(0.5)
-
-
-@action(WRITES, works="123")
-def load_in_full_parameters(c: Context) -> None:
-    """A state dict loaded in the documented way."""
-    with lightning_zero.full_parameters(c.module):
-        c.model.load_state_dict(c.module.initial)
 
 
 # --------------------------------------------------------------------------------------------------- by assignment
@@ -161,12 +116,6 @@ def assign_data_of_other_dtype(c: Context) -> None:
 def assign_data_of_other_shape(c: Context) -> None:
     """A layer that grows through ``.data``."""
     c.p.data = c.p.new_zeros((*c.p.shape[:-1], (c.p.shape[-1] if c.p.ndim else 0) + 1))
-
-
-@action(WRITES)
-def assign_own_data(c: Context) -> None:
-    """``p.data = tensor``, different between ranks."""
-    c.p.data = c.like(c.p, per_rank=True)
 
 
 @action(WRITES, works="12")
@@ -198,12 +147,6 @@ def half_precision(c: Context) -> None:
 
 
 @action(WRITES)
-def double_precision(c: Context) -> None:
-    """``model.to(torch.float64)``."""
-    c.layer.to(torch.float64)
-
-
-@action(WRITES)
 def double_precision_and_back(c: Context) -> None:
     """To float64 and back, which changes nothing that is seen."""
     dtype = c.layer.weight.dtype
@@ -221,12 +164,6 @@ def move_to_where_it_is(c: Context) -> None:
 def replace_parameter(c: Context) -> None:
     """A new Parameter object under the name of the old one."""
     c.layer.weight = nn.Parameter(c.like(c.layer.weight))
-
-
-@action(WRITES)
-def replace_parameter_with_its_half(c: Context) -> None:
-    """The same, made from the old one."""
-    c.layer.weight = nn.Parameter(0.5 * c.layer.weight.detach())
 
 
 @action(WRITES)
@@ -249,13 +186,6 @@ def tie_weights_later(c: Context) -> None:
 def load_initial_state(c: Context) -> None:
     """Rewinding: the state dict of the beginning."""
     c.model.load_state_dict(c.module.initial)
-
-
-@action(WRITES, works="12")
-def load_initial_state_of_layer(c: Context) -> None:
-    """The same for one layer."""
-    prefix = next(name for name, m in c.model.named_modules() if m is c.layer) + "."
-    c.layer.load_state_dict({n[len(prefix) :]: v for n, v in c.module.initial.items() if n.startswith(prefix)})
 
 
 @action(WRITES)
@@ -287,20 +217,6 @@ def parametrise(c: Context) -> None:
         parametrize.register_parametrization(c.layer, "weight", Halved())
 
 
-@action(WRITES, parts=True)
-def weight_norm(c: Context) -> None:
-    """The weight norm, added in the middle."""
-    if c.call == 0:
-        torch.nn.utils.parametrizations.weight_norm(c.layer)
-
-
-@action(WRITES)
-def prune_layer(c: Context) -> None:
-    """Pruning by size, made permanent at once."""
-    prune.l1_unstructured(c.layer, "weight", amount=0.3)
-    prune.remove(c.layer, "weight")
-
-
 @action(WRITES)
 def prune_layer_with_mask(c: Context) -> None:
     """Pruning that keeps its mask."""
@@ -313,14 +229,6 @@ def move_teacher(c: Context) -> None:
     """The teacher follows the student, through ``.data``."""
     for teacher, student in zip(c.model.teacher.parameters(), c.model.student.parameters(), strict=True):
         teacher.data.mul_(0.9).add_(student.data, alpha=0.1)
-
-
-@action((*BETWEEN, "before_forward", "after_forward"), works="12", models=("momentum",))
-def move_teacher_without_gradients(c: Context) -> None:
-    """The same under ``no_grad``, by ``lerp_``."""
-    with torch.no_grad():
-        for teacher, student in zip(c.model.teacher.parameters(), c.model.student.parameters(), strict=True):
-            teacher.lerp_(student, 0.1)
 
 
 @action(BETWEEN, works="12", models=("momentum",))

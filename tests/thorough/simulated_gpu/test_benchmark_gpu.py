@@ -10,7 +10,6 @@ import runpy
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,16 +27,6 @@ def printed_by(rank: int, script: str, *arguments: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(str(BENCHMARKS / script), run_name="__main__")
     return printed.getvalue()
-
-
-def rates(rank: int) -> list[Any]:
-    """FLOPs of a token, peaks of devices, and the sizes of the whole models of the presets."""
-    sys.path.insert(0, str(BENCHMARKS))
-    benchmark = importlib.import_module("gpu")
-    names = ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA L40S", "NVIDIA L4", "a device")
-    peaks = [benchmark.peak_of(name, "bf16-mixed") for name in names]
-    sizes = [benchmark.numel_of(preset.width, preset.whole) / 1e9 for preset in benchmark.PRESETS.values()]
-    return [benchmark.flops(32, 2, 8), peaks, benchmark.peak_of(names[0], "32-true"), sizes]
 
 
 def numel_of(rank: int, width: int, layers: int) -> int:
@@ -80,37 +69,6 @@ def test_a_table_of_both_worlds_on_the_cpu(tmp_path: Path) -> None:
     # A fused optimizer makes nothing in its step: at the peak there is the gradient of the weight that embedding and
     # head share, in bfloat16. Beside it, weights, masters, gradients and state are 18 bytes a parameter.
     assert rows[1, "zero1"]["plan_nbytes"] == pytest.approx(18 * numel + 2 * 8192 * 32, rel=0.01)
-
-
-def test_a_table_that_would_come_too_late_is_left_out_by_name(tmp_path: Path) -> None:
-    arguments = ["--device=cpu", f"--output={tmp_path}", "--modes", "eager", "--stop-after=0"]
-    (printed,) = run_world(1, printed_by, "gpu.py", *arguments, init_group=False, timeout=120)
-
-    assert [line for line in printed.splitlines() if "Left out" in line] == [
-        f"Left out for want of time (--stop-after): eager, world {size}" for size in (1, 8)
-    ]
-    assert ("DeepSpeed is not installed" in printed) == (find_spec("deepspeed") is None)
-
-
-def test_compiled_blocks_on_the_cpu(tmp_path: Path) -> None:
-    size = ["--width=32", "--layers=1", "--tokens", "1", "8", "--rounds=1", "--steps=1", "--backend=eager"]
-    arguments = [*size, "--device=cpu", f"--output={tmp_path}", "--ways", "zero3", "--modes=compile", "--worlds=1"]
-    run_world(1, printed_by, "gpu.py", *arguments, init_group=False, timeout=120)
-    plain, zero3 = json.loads((tmp_path / "gpu.json").read_text())["rows"]
-
-    assert (plain["way"], plain["mode"]) == ("plain", "compile")
-    assert plain["ratios"] == [1.0]
-    assert zero3["loss_difference"] < 1e-3
-
-
-def test_rates_are_counted_as_the_page_says() -> None:
-    ((per_token, peaks, single, sizes),) = run_world(1, rates, init_group=False)
-    (numel,) = run_world(1, numel_of, 32, 2, init_group=False)
-
-    assert per_token == 6 * numel + 12 * 2 * 32 * 8
-    assert peaks == [989e12, 756e12, 362e12, 121e12, None]
-    assert single == 989e12 / 2
-    assert sizes == pytest.approx([1.3, 6.5], rel=0.07)  # without the vocabulary of the models that have these names
 
 
 def test_the_largest_model_is_between_one_that_trains_and_one_that_does_not(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import shutil
 import pytest
 
 from lightning_zero.errors import readable_size
-from tests.helpers.device_runs import needs_gpu, run_on
+from tests.helpers.device_runs import ON_GPU, needs_gpu, run_on
 from tests.helpers.script import ROOT, run_script
 
 STAGES = ("zero1", "zero2", "zero3")
@@ -19,7 +19,17 @@ STAGES = ("zero1", "zero2", "zero3")
 BOUNDS = {"32-true": 1e-5, "bf16-mixed": 5e-2, "16-mixed": 2e-2, "bf16-true": 5e-2}
 
 
-def check_losses(device: str, precision: str) -> None:
+on_both = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+
+
+@pytest.mark.parametrize(
+    ("device", "precision"),
+    [
+        *(("cpu", precision) for precision in BOUNDS if precision != "16-mixed"),
+        *(pytest.param("cuda", precision, marks=ON_GPU) for precision in BOUNDS),
+    ],
+)
+def test_stages_have_the_losses_of_plain_lightning(device: str, precision: str) -> None:
     (found,) = run_on(device, "losses", precision)
     assert len(found["auto"]) == 6
     assert found["auto"][-1] < found["auto"][0]
@@ -27,63 +37,42 @@ def check_losses(device: str, precision: str) -> None:
         assert found[stage] == pytest.approx(found["auto"], rel=BOUNDS[precision]), stage
 
 
-@needs_gpu
-@pytest.mark.parametrize("precision", BOUNDS)
-def test_one_gpu_gives_the_losses_of_plain_lightning(precision: str) -> None:
-    check_losses("cuda", precision)
+of_dynamo = pytest.mark.skipif("SIMULATED_GPU" in os.environ, reason="needs cuDNN's recurrent layers, DDP and dynamo")
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-def test_the_same_program_runs_on_the_cpu(precision: str) -> None:
-    check_losses("cpu", precision)
-
-
-def check_models(device: str, precision: str, world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("device", "precision", "world_size"),
+    [
+        ("cpu", "32-true", 1),
+        ("cpu", "32-true", 2),
+        *(
+            pytest.param("cuda", *row, marks=[*ON_GPU, of_dynamo])
+            for row in (("32-true", 1), ("bf16-true", 1), ("32-true", 2))
+        ),
+    ],
+)
+def test_models_train_as_under_ddp(device: str, precision: str, world_size: int) -> None:
     for differ in run_on(device, "beside_ddp", precision, world_size=world_size):
         assert len(differ) == 21
         assert not any(differ.values()), {case: names for case, names in differ.items() if names}
 
 
-@needs_gpu
-@pytest.mark.skipif("SIMULATED_GPU" in os.environ, reason="needs cuDNN's recurrent layers, DDP and dynamo")
-@pytest.mark.parametrize(("precision", "world_size"), [("32-true", 1), ("bf16-true", 1), ("32-true", 2)])
-def test_models_train_there_as_under_ddp(precision: str, world_size: int) -> None:
-    check_models("cuda", precision, world_size)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_these_models_train_on_the_cpu_as_under_ddp(world_size: int) -> None:
-    check_models("cpu", "32-true", world_size)
-
-
-def check_two_ranks(device: str) -> None:
+@on_both
+def test_two_ranks_share_one_device_over_gloo(device: str) -> None:
     for found in run_on(device, "two_ranks", world_size=2):
         for stage in "123":
             assert found[stage] == pytest.approx(found["plain"], rel=1e-5), stage
 
 
-@needs_gpu
-def test_two_ranks_share_one_gpu_over_gloo() -> None:
-    check_two_ranks("cuda")
-
-
-def test_two_ranks_share_one_cpu_over_the_same_wire() -> None:
-    check_two_ranks("cpu")
-
-
-@needs_gpu
-def test_what_is_rounded_there_has_the_bits_of_the_cpu() -> None:
-    (found,) = run_on("cuda", "codes")
+@on_both
+def test_what_is_rounded_has_the_bits_of_the_cpu(device: str) -> None:
+    (found,) = run_on(device, "codes")
+    assert len(found) == 9
     assert all(found.values()), found
 
 
-def test_the_program_about_rounding_runs_on_the_cpu() -> None:
-    (found,) = run_on("cpu", "codes")
-    assert len(found) == 9
-    assert all(found.values())
-
-
-def check_across_hosts(device: str) -> None:
+@on_both
+def test_four_ranks_share_one_device_as_two_hosts(device: str) -> None:
     """Kept weights are the same weights, and what is rounded is close."""
     for found in run_on(device, "across_hosts", world_size=4):
         assert found["plain"][-1] < found["plain"][0]
@@ -92,15 +81,6 @@ def check_across_hosts(device: str) -> None:
             assert found[name] == pytest.approx(found["plain"], rel=2e-2), name
             assert found[name] != found["plain"], name
         assert found["fed 1"] == found["fed 2"]
-
-
-@needs_gpu
-def test_four_ranks_share_one_gpu_as_two_hosts() -> None:
-    check_across_hosts("cuda")
-
-
-def test_four_ranks_share_one_cpu_as_two_hosts() -> None:
-    check_across_hosts("cpu")
 
 
 @needs_gpu
@@ -113,9 +93,14 @@ def test_the_allocator_counts_what_the_plan_says(precision: str) -> None:
             assert abs(measured - planned) <= slack, (stage, readable_size(measured), readable_size(planned))
 
 
-def test_the_plan_of_that_program_is_made_on_the_cpu() -> None:
-    (found,) = run_on("cpu", "peaks", "32-true")
-    assert all(0 < rest < peak for _, rest, _, peak in found.values())
+def test_programs_of_the_gpu_run_on_the_cpu() -> None:
+    """Those whose answers are about a GPU alone."""
+    (peaks,) = run_on("cpu", "peaks", "32-true")
+    assert all(0 < rest < peak for _, rest, _, peak in peaks.values())
+    (overlap,) = run_on("cpu", "overlap")
+    assert all(milliseconds > 0 for milliseconds in overlap.values())
+    (short,) = run_on("cpu", "short")
+    assert short["loss"] > 0
 
 
 @needs_gpu
@@ -127,11 +112,6 @@ def test_copies_to_the_host_run_beside_computing() -> None:
     assert hidden > 0.7 * min(found["copy"], found["compute"]), found
 
 
-def test_the_program_about_overlap_runs_on_the_cpu() -> None:
-    (found,) = run_on("cpu", "overlap")
-    assert all(milliseconds > 0 for milliseconds in found.values())
-
-
 @needs_gpu
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
 @pytest.mark.parametrize("tool", ["memcheck", "synccheck"])
@@ -139,11 +119,6 @@ def test_compute_sanitizer_finds_nothing(tool: str) -> None:
     """In kernels. Nccl asks the driver for kernels of other devices, and takes the error for the answer."""
     quiet = ["--report-api-errors", "no"] if tool == "memcheck" else []
     run_on("cuda", "short", before=["compute-sanitizer", "--tool", tool, *quiet, "--error-exitcode", "9"])
-
-
-def test_what_the_sanitizer_watches_runs() -> None:
-    (found,) = run_on("cpu", "short")
-    assert found["loss"] > 0
 
 
 NO_WAITING = """

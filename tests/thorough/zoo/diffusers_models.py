@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.thorough.zoo.play import Architecture
+from tests.thorough.zoo.play import listed
 
 __all__ = ["ARCHITECTURES"]
 
@@ -153,14 +153,6 @@ def _build(model: str, options: dict[str, Any]) -> nn.Module:
     return built
 
 
-ARCHITECTURES = [
-    Architecture(
-        library="diffusers",
-        name=name,
-        build=partial(_build, model, options),
-        loss=loss,
-        accumulate=2 if number % 5 == 1 else 1,
-        clip=0.01 if number % 3 == 2 else None,
-    )
-    for number, (name, (model, options, loss)) in enumerate(_MODELS.items())
-]
+ARCHITECTURES = listed(
+    "diffusers", {name: (partial(_build, model, options), loss) for name, (model, options, loss) in _MODELS.items()}
+)

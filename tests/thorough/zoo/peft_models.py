@@ -6,9 +6,9 @@ from functools import partial
 from typing import Any
 
 import peft
-from torch import Tensor, nn
+from torch import nn
 
-from tests.thorough.zoo.play import Architecture
+from tests.thorough.zoo.play import listed
 from tests.thorough.zoo.transformers_models import built, text
 
 __all__ = ["ARCHITECTURES"]
@@ -47,18 +47,4 @@ def _build(base: tuple[str, str], config: str, options: dict[str, Any]) -> nn.Mo
     return model
 
 
-def _loss(model: nn.Module) -> Tensor:
-    return text(model)
-
-
-ARCHITECTURES = [
-    Architecture(
-        library="peft",
-        name=name,
-        build=partial(_build, base, config, options),
-        loss=_loss,
-        accumulate=2 if number % 5 == 1 else 1,
-        clip=0.01 if number % 3 == 2 else None,
-    )
-    for number, (name, (base, config, options)) in enumerate(_MODELS.items())
-]
+ARCHITECTURES = listed("peft", {name: (partial(_build, *parts), text) for name, parts in _MODELS.items()})

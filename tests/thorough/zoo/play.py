@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from tests.helpers.runs import STAGES, assert_same, values_of
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
 
-__all__ = ["Architecture", "hold"]
+__all__ = ["Architecture", "hold", "listed"]
 
 STEPS = 4
 
@@ -44,6 +44,23 @@ class Architecture:
     loss: Callable[[nn.Module], Tensor]
     accumulate: int = 1
     clip: float | None = None
+
+
+def listed(
+    library: str, table: Mapping[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor]]]
+) -> list[Architecture]:
+    """What is played of a library: every fifth with two micro-steps, every third with clipping."""
+    return [
+        Architecture(
+            library=library,
+            name=name,
+            build=build,
+            loss=loss,
+            accumulate=2 if number % 5 == 1 else 1,
+            clip=0.01 if number % 3 == 2 else None,
+        )
+        for number, (name, (build, loss)) in enumerate(table.items())
+    ]
 
 
 class _Trained(pl.LightningModule):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.thorough.zoo.play import Architecture
+from tests.thorough.zoo.play import listed
 
 __all__ = ["ARCHITECTURES"]
 
@@ -35,20 +35,10 @@ def _build(name: str, options: dict[str, Any]) -> nn.Module:
     return model
 
 
-def _classify(size: int, model: nn.Module) -> Tensor:
-    found = model(torch.randn(2, 3, size, size))
+def _classify(model: nn.Module) -> Tensor:
+    found = model(torch.randn(2, 3, 64, 64))
     found = found if isinstance(found, Tensor) else sum(found)  # a distilled one has two heads
     return F.cross_entropy(found, torch.randint(CLASSES, (2,)))
 
 
-ARCHITECTURES = [
-    Architecture(
-        library="timm",
-        name=name,
-        build=partial(_build, name, options),
-        loss=partial(_classify, 64),
-        accumulate=2 if number % 5 == 1 else 1,
-        clip=0.01 if number % 3 == 2 else None,
-    )
-    for number, (name, options) in enumerate(_MODELS.items())
-]
+ARCHITECTURES = listed("timm", {name: (partial(_build, name, options), _classify) for name, options in _MODELS.items()})

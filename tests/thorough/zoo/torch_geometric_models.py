@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch_geometric import nn as gnn
 
-from tests.thorough.zoo.play import Architecture
+from tests.thorough.zoo.play import listed
 
 __all__ = ["ARCHITECTURES"]
 
@@ -119,14 +119,4 @@ _MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor]]
     "heterogeneous": (_Heterogeneous, _nodes),
 }  # fmt: skip
 
-ARCHITECTURES = [
-    Architecture(
-        library="torch_geometric",
-        name=name,
-        build=build,
-        loss=loss,
-        accumulate=2 if number % 5 == 1 else 1,
-        clip=0.01 if number % 3 == 2 else None,
-    )
-    for number, (name, (build, loss)) in enumerate(_MODELS.items())
-]
+ARCHITECTURES = listed("torch_geometric", _MODELS)

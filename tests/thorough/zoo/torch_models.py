@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from tests.thorough.zoo.play import Architecture
+from tests.thorough.zoo.play import listed
 
 __all__ = ["ARCHITECTURES"]
 
@@ -122,14 +122,4 @@ _TABLE: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor]]]
     "parametrizations": (normed, features),
     "Linear": (lambda: nn.Sequential(nn.Linear(WIDTH, 33), nn.GELU(), nn.Dropout(0.2), nn.Linear(33, 5)), features),
 }
-ARCHITECTURES = [
-    Architecture(
-        library="torch",
-        name=name,
-        build=build,
-        loss=loss,
-        accumulate=2 if number % 4 == 1 else 1,
-        clip=0.01 if number % 3 == 2 else None,
-    )
-    for number, (name, (build, loss)) in enumerate(_TABLE.items())
-]
+ARCHITECTURES = listed("torch", _TABLE)

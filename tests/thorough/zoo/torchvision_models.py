@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models import detection, segmentation, video
 
-from tests.thorough.zoo.play import Architecture
+from tests.thorough.zoo.play import listed
 
 __all__ = ["ARCHITECTURES"]
 
 CLASSES = 5
 
 
-def _classify(size: int, model: nn.Module) -> Tensor:
-    found = model(torch.randn(2, 3, size, size))
+def _classify(model: nn.Module) -> Tensor:
+    found = model(torch.randn(2, 3, 64, 64))
     found = found if isinstance(found, Tensor) else found[0]  # some have a second head in training
     return F.cross_entropy(found, torch.randint(CLASSES, (2,)))
 
@@ -82,7 +82,7 @@ _DETECTION: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
 def _table() -> dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor]]]:
     found: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor]]] = {}
     for name, options in _CLASSIFICATION.items():
-        found[name] = partial(_made, getattr(torchvision.models, name), **options), partial(_classify, 64)
+        found[name] = partial(_made, getattr(torchvision.models, name), **options), _classify
     for name in ("lraspp_mobilenet_v3_large", "deeplabv3_mobilenet_v3_large"):
         found[name] = partial(_made, getattr(segmentation, name), weights_backbone=None), _segment
     found["r3d_18"] = partial(_made, video.r3d_18), _watch
@@ -93,14 +93,4 @@ def _table() -> dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], T
     return found
 
 
-ARCHITECTURES = [
-    Architecture(
-        library="torchvision",
-        name=name,
-        build=build,
-        loss=loss,
-        accumulate=2 if number % 5 == 1 else 1,
-        clip=0.01 if number % 3 == 2 else None,
-    )
-    for number, (name, (build, loss)) in enumerate(_table().items())
-]
+ARCHITECTURES = listed("torchvision", _table())

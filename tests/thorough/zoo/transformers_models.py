@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from tests.thorough.zoo.play import Architecture
+from tests.thorough.zoo.play import listed
 
 __all__ = ["ARCHITECTURES"]
 
@@ -93,14 +93,4 @@ def _table() -> dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], T
     return found
 
 
-ARCHITECTURES = [
-    Architecture(
-        library="transformers",
-        name=name,
-        build=build,
-        loss=loss,
-        accumulate=2 if number % 5 == 1 else 1,
-        clip=0.01 if number % 3 == 2 else None,
-    )
-    for number, (name, (build, loss)) in enumerate(_table().items())
-]
+ARCHITECTURES = listed("transformers", _table())

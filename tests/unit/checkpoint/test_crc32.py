@@ -64,14 +64,6 @@ def test_any_sequence_of_writes(tmp_path: Path, seed: int) -> None:
     assert (tmp_path / "f").read_bytes() == expected
 
 
-def test_no_checksum_that_is_not_wanted(tmp_path: Path) -> None:
-    with open(tmp_path / "f", "xb") as raw:
-        file = ChecksummedFile(raw, wanted=False)
-        file.write(b"abc")
-        assert file.write_elements(torch.ones(3)) is None
-        assert file.checksum is None
-
-
 @pytest.mark.parametrize("numel", [1000, 1_000_000])
 def test_the_elements_of_a_slice_that_is_not_contiguous(tmp_path: Path, numel: int) -> None:
     tensor = torch.arange(2 * numel).view(numel, 2).t()

@@ -118,16 +118,6 @@ def test_nan_and_arrays() -> None:
     assert (found == array).all()
 
 
-def test_what_a_dictionary_makes_of_a_missing_key_and_where_a_queue_ends_is_kept() -> None:
-    found = through(defaultdict(list))
-    found["new"].append(1)
-    assert found == {"new": [1]}
-    assert Counter(a=1) + through(Counter(a=2)) == Counter(a=3)
-    queue = through(deque([1, 2, 3], maxlen=3))
-    queue.append(4)
-    assert list(queue) == [2, 3, 4]
-
-
 class Tally(Counter[str]):
     """Its class would have to be imported."""
 
@@ -199,13 +189,6 @@ def test_what_contains_itself_ends() -> None:
     encoder = Encoder()
     assert Decoder().decode(encoder.encode(value)) == {"x": 1}
     assert [path for path, _ in encoder.unsupported] == [("a",), ("b",)]
-
-
-def test_an_enum_of_a_module_that_is_not_imported_is_left_out() -> None:
-    decoder = Decoder()
-    encoded = {"a": {"$": "enum", "module": "antigravity", "type": "X", "value": "Y"}, "b": 1}
-    assert decoder.decode(encoded) == {"b": 1}
-    assert decoder.unsupported[0][0] == ("a",)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_zero.engine.events import Phase, Span, Spans
-from tests.helpers.counting import calls_of
 
 
 class Listener:
@@ -60,44 +59,6 @@ def test_the_end_is_told_after_an_error() -> None:
     assert [what for what, *_ in listener.heard] == ["begin", "end"]
 
 
-def test_who_was_told_of_the_beginning_is_told_of_the_end() -> None:
-    spans, first, second = Spans(), Listener(), Listener()
-    unheard = spans.begin(Phase.STEP)
-    spans.observers.append(first)
-    span = spans.begin(Phase.FORWARD, "a")
-    spans.observers[:] = [second]
-
-    spans.end(span)
-    spans.end(unheard)
-
-    assert [what for what, *_ in first.heard] == ["begin", "end"]
-    assert second.heard == []
-
-
-def test_an_error_ends_what_is_open_from_the_inside() -> None:
-    spans, listener = Spans(), Listener()
-    spans.observers.append(listener)
-    outer, inner = spans.begin(Phase.BACKWARD, "outer"), spans.begin(Phase.REDUCE, "inner")
-
-    spans.abandon()
-    spans.end(inner)
-    spans.end(outer)
-
-    assert [unit for what, _, unit, _ in listener.heard if what == "end"] == ["inner", "outer"]
-
-
-def test_equal_spans_are_told_apart() -> None:
-    """A unit that calls itself, or two calls of one unit under way."""
-    spans, listener = Spans(), Listener()
-    spans.observers.append(listener)
-    first, second = spans.begin(Phase.FORWARD, "a"), spans.begin(Phase.FORWARD, "a")
-
-    spans.end(first)
-    spans.end(second)
-
-    assert [what for what, *_ in listener.heard] == ["begin", "begin", "end", "end"]
-
-
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")  # torch 2.11, once
 def test_a_profiler_shows_ranges() -> None:
     spans = Spans()
@@ -114,15 +75,3 @@ def test_a_profiler_shows_ranges() -> None:
     assert {"zero: forward layers.0", "zero: wait for gather layers.1", "zero: step"} <= names
     spans.listen()
     assert not spans.heard
-
-
-def test_off_a_span_costs_next_to_nothing() -> None:
-    """Four calls: what a span is, whether a profiler runs, into it, and out of it. No name is put together."""
-    spans, count = Spans(), 100
-
-    def enter() -> None:
-        for _ in range(count):
-            with spans.of(Phase.FORWARD, "a", 1):
-                pass
-
-    assert calls_of(enter) <= 4 * count + 5

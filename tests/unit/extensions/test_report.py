@@ -8,7 +8,6 @@ import torch
 from lightning_zero import build_plan
 from lightning_zero.config import HostOffload, NvmeOffload, Offload
 from lightning_zero.errors import readable_size
-from lightning_zero.extensions.planner.costs import OptimizerCost
 from tests.helpers.plan_models import Gpt, Llama70B, on_meta
 
 
@@ -19,24 +18,6 @@ def test_equal_units_share_a_row() -> None:
     assert len(text.splitlines()) < 40
 
 
-def test_a_repeating_pattern_of_units_shares_rows() -> None:
-    text = build_plan(on_meta(Gpt, blocks=20), world_size=2, units=["Linear", "MultiheadAttention"]).describe()
-    rows = [line.split("  ")[1] for line in text.splitlines() if line.startswith("  ")]
-    assert rows == [
-        "blocks.0.attention … .19.attention (20 alike)",
-        "blocks.0.mlp.0 … .19.mlp.0 (20 alike)",
-        "blocks.0.mlp.2 … .19.mlp.2 (20 alike)",
-        "head",
-    ]
-
-
-def test_the_columns_are_aligned() -> None:
-    table = build_plan(on_meta(Gpt), world_size=3).describe().split("\n\n")[1].splitlines()
-    assert table[1] == "-" * len(table[1])
-    end = table[0].index("elements") + len("elements")
-    assert all(line[end - 1].isdigit() and line[end : end + 2] == "  " for line in table[2:])
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_totals_traffic_and_memory(stage: int) -> None:
     plan = build_plan(on_meta(Gpt), stage=stage, world_size=3)
@@ -45,15 +26,6 @@ def test_totals_traffic_and_memory(stage: int) -> None:
     assert f"{plan.expected_traffic().total.numel:,}" in text
     assert readable_size(plan.expected_memory(receive_buffer=False).total) in text
     assert readable_size(plan.expected_memory(receive_buffer=False, peak=True).total) in text
-
-
-def test_memory_is_that_of_the_optimizer_and_the_device() -> None:
-    plan = build_plan(on_meta(Gpt), world_size=3)
-    sgd = OptimizerCost.of("SGD", momentum=0.9, weight_decay=0.1)
-    text = plan.describe(optimizer=sgd, accelerator=True)
-    assert "memory of rank 0, SGD" in text
-    peak = plan.expected_memory(receive_buffer=False, optimizer=sgd, accelerator=True, peak=True)
-    assert readable_size(peak.total) in text
 
 
 def columns(text: str, heading: str) -> dict[str, list[str]]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
-from weakref import ref
 
 import pytest
 import torch
@@ -67,15 +65,6 @@ def test_a_hook_that_registers_a_hook_or_steps_another_optimizer() -> None:
     assert seen == ["first before", "first after", "new"]
 
 
-def test_an_optimizer_is_not_kept_alive() -> None:
-    optimizer = sgd()
-    StepHooks(optimizer, lambda *_: None, lambda *_: None)
-    held = ref(optimizer)
-    del optimizer
-    gc.collect()
-    assert held() is None
-
-
 class Inner(torch.optim.SGD):
     """Steps as its base does, ``times`` times, and raises when it is told to."""
 
@@ -119,22 +108,3 @@ def test_a_step_that_never_ended_is_over_when_the_next_begins() -> None:
     optimizer.fails = False
     optimizer.step()
     assert seen == ["before", "before", "after"]
-
-
-def test_what_was_forgotten_keeps_nothing_of_a_step_alive() -> None:
-    class Local:
-        pass
-
-    optimizer, hooks = nested([])
-    optimizer.fails = True
-
-    def fail() -> Any:
-        held = Local()
-        with pytest.raises(ArithmeticError):
-            optimizer.step()
-        return ref(held)
-
-    held = fail()
-    hooks.forget()
-    gc.collect()
-    assert held() is None

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero._torch import bare_step
 from lightning_zero.extensions.nvme.step import probe_state
 from lightning_zero.optim.stepper import RangeStep
 from tests.world.optim.test_optimizers import ELEMENTWISE, FUSED
@@ -23,20 +22,6 @@ def set_gradients(optimizer: Optimizer, step: int) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-
-
-def test_no_hook_and_no_scheduler_sees_a_bare_step() -> None:
-    optimizer = optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
-    scheduler = optim.lr_scheduler.StepLR(optimizer, 1)
-    seen: list[str] = []
-    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
-    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-    set_gradients(optimizer, 0)
-    bare_step(optimizer)()
-    assert seen == []
-    assert not torch.equal(optimizer.param_groups[0]["params"][0], torch.ones(3))
-    with pytest.warns(UserWarning, match="before `optimizer.step"):
-        scheduler.step()
 
 
 def test_only_the_stand_ins_are_stepped_on_and_groups_come_back_after_an_error() -> None:

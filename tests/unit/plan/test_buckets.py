@@ -47,10 +47,6 @@ def test_frozen_parameters_come_last() -> None:
     assert names(make_buckets(parameters, 10**6, DtypeRules())) == [["b", "a"], ["frozen"]]
 
 
-def test_no_parameters_no_buckets() -> None:
-    assert make_buckets([], 100, DtypeRules()) == ()
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_random_parameters(seed: int) -> None:
     choose = random.Random(seed)

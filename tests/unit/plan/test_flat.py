@@ -85,17 +85,6 @@ def test_the_drawn_example() -> None:
     assert layout.parameter_numel == 330
 
 
-def test_padding_is_less_than_one_alignment_per_rank() -> None:
-    for world_size in WORLDS:
-        layout = layout_of([(1000,), (3,)], world_size)
-        end = layout.offsets[-1] + 3
-        assert layout.numel - end < world_size * ALIGNMENT + ALIGNMENT
-
-
-def test_a_buffer_is_never_empty() -> None:
-    assert layout_of([(0,)], 4).shard_numel == ALIGNMENT
-
-
 def test_cost_does_not_grow_with_elements() -> None:
     layout = layout_of([(10**12,), (10**12, 3)], 4096)
     assert sum(part.numel for rank in range(4096) for part in layout.slices(rank)) == 4 * 10**12
@@ -130,9 +119,3 @@ def test_a_frozen_layout_is_not_reduced() -> None:
     frozen = layout_of([(100,)], 2, trainable=False)
     with pytest.raises(ValueError, match="never reduced"):
         dataclasses.replace(frozen, reduce_dtype=torch.float64)
-
-
-def test_mixed_parameters_are_refused() -> None:
-    specs = [ParameterSpec("a", (), (4,), torch.float32, True), ParameterSpec("b", (), (4,), torch.float16, True)]
-    with pytest.raises(ValueError, match="'b'"):
-        FlatLayout.build(specs, 2, compute_dtype=torch.float32, reduce_dtype=torch.float32)

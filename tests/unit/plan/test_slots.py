@@ -47,10 +47,3 @@ def test_neighbours_and_depths_do_not_share() -> None:
 def test_a_unit_without_bytes_to_hold() -> None:
     assert assign_slots([0, 100], [0, 1], 1) == ((0, 1), (0, 100))
     assert assign_slots([None, 100], [0, 1], 1) == ((None, 0), (100,))
-
-
-def test_a_ring() -> None:
-    assigned, slots = assign_slots([10, 20, 30, None, 5], [0] * 5, 1)
-    assert assigned == (0, 1, 0, None, 1)
-    assert slots == (30, 20)
-    assert assign_slots([None], [0], 1) == ((None,), ())

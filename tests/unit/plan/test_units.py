@@ -3,10 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.parametrizations import weight_norm
 
 from lightning_zero.plan.units import UnitSpec
-from tests.helpers.plan_models import Block, Gpt, find_units, numel, on_meta
+from tests.helpers.plan_models import Block, Gpt, find_units, on_meta
 
 
 def by_name(units: tuple[UnitSpec, ...]) -> dict[str, list[str]]:
@@ -97,17 +96,6 @@ def test_a_module_that_holds_itself_is_read_once() -> None:
     check_units(model, find_units(model, ["Block"]))
 
 
-def test_modules_without_parameters_are_no_units() -> None:
-    units = find_units(nn.Sequential(nn.ReLU(), nn.Linear(2, 2)), ["ReLU"])
-    assert [unit.name for unit in units] == [""]
-    assert find_units(nn.ReLU(), None)[0].parameters == ()
-
-
-def test_the_root_may_match_a_rule() -> None:
-    units = find_units(on_meta(Block, width=8), ["Block"])
-    assert [unit.name for unit in units] == [""]
-
-
 @pytest.mark.parametrize(
     ("rules", "error"),
     [
@@ -132,15 +120,6 @@ def test_multihead_attention_itself_may_be_named() -> None:
     ]
 
 
-def test_a_parametrized_module_keeps_its_class_name() -> None:
-    model = nn.Sequential(weight_norm(nn.Linear(8, 8)), nn.Embedding(4, 8))
-    units = find_units(model, ["Linear"])
-    assert by_name(units) == {
-        "": ["1.weight"],
-        "0": ["0.bias", "0.parametrizations.weight.original0", "0.parametrizations.weight.original1"],
-    }
-
-
 def test_a_compiled_module_is_gathered_by_its_wrapper() -> None:
     model = nn.Sequential(*(torch.compile(on_meta(Block, width=64), backend="eager") for _ in range(2)))
     for rules in (["Block"], None):
@@ -150,25 +129,3 @@ def test_a_compiled_module_is_gathered_by_its_wrapper() -> None:
 def test_a_lazy_parameter_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'0\.weight' has no shape yet"):
         find_units(nn.Sequential(nn.LazyLinear(4)), None)
-
-
-def test_specs() -> None:
-    model = nn.Module()
-    model.scalar = nn.Parameter(torch.zeros((), dtype=torch.float64), requires_grad=False)
-    model.empty = nn.Parameter(torch.zeros(3, 0))
-    scalar, empty = find_units(model, None)[0].parameters
-    assert (scalar.shape, scalar.numel, scalar.dtype, scalar.trainable) == ((), 1, torch.float64, False)
-    assert (empty.shape, empty.numel, empty.trainable) == ((3, 0), 0, True)
-
-
-def test_user_tensors_are_left_unchanged() -> None:
-    model = on_meta(Gpt)
-    before = [dict(vars(parameter)) for parameter in model.parameters()]
-    find_units(model, None)
-    assert [dict(vars(parameter)) for parameter in model.parameters()] == before
-    assert not any(module._forward_pre_hooks for module in model.modules())
-
-
-def test_numel_of_all_units_is_that_of_the_module() -> None:
-    model = on_meta(Gpt)
-    assert sum(spec.numel for unit in find_units(model, None) for spec in unit.parameters) == numel(model)

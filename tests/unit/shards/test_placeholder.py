@@ -33,11 +33,6 @@ def test_shape_and_dtype_are_true_and_values_are_nan(shape: tuple[int, ...], dty
     assert placeholder.untyped_storage().nbytes() == dtype.itemsize
 
 
-@pytest.mark.parametrize(("dtype", "value"), [(torch.int64, -(2**63)), (torch.int8, -128), (torch.bool, False)])
-def test_integers_show_what_no_index_is(dtype: torch.dtype, value: int) -> None:
-    assert Placeholders().like(torch.zeros(3, dtype=dtype), CPU).tolist() == [value] * 3
-
-
 def test_all_of_one_dtype_share_one_element() -> None:
     placeholders = Placeholders()
     first, second = (placeholders.like(torch.ones(1).expand(size), CPU) for size in (3, 10**9))

@@ -20,14 +20,12 @@ from lightning_zero import (
     ZeroStrategy,
     full_parameters,
     grad_norm,
-    local_slices,
 )
 from lightning_zero.comm import Exchange, Groups, Streams, choose_collectives
 from lightning_zero.comm.groups import RANKS_PER_HOST
 from lightning_zero.config import Placement, SessionSettings
-from lightning_zero.errors import DivergenceError, ParameterAccessError
+from lightning_zero.errors import DivergenceError
 from lightning_zero.extensions.compression.codes import compress, decompress, format_nbytes
-from lightning_zero.extensions.compression.collectives import CompressedCollectives
 from lightning_zero.session.session import ZeroSession
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import run_world
@@ -66,17 +64,6 @@ def test_there_and_back(kind: str, dtype: torch.dtype, blocks: int) -> None:
     values = (torch.randn(blocks, 64) * torch.logspace(-5, 3, blocks)[:, None]).to(dtype).view(-1)
     values[:64:2] *= -1
     assert torch.equal(there_and_back(values, kind), rounded(values, kind))
-
-
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_an_element_is_off_by_half_a_scale_at_most(kind: str) -> None:
-    for size in (1e-45, 1e-40, 1e-38, 1e-20, 1.0, 1e30, 1.6e38):
-        values = torch.rand(640).sub_(0.5).mul_(2 * size)
-        scale = values.view(-1, 64).abs().amax(1) / LARGEST[kind]
-        wrong = (there_and_back(values, kind) - values).view(-1, 64).abs().amax(1)
-        assert (wrong <= scale * 0.5001 + 1e-38).all(), size
-    nothing = torch.zeros(128)
-    assert torch.equal(there_and_back(nothing, kind), nothing)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -187,18 +174,6 @@ BOTH = Compression(weights="int8", gradients="int8")
 GRADIENTS = Compression(gradients="int4")
 
 
-def test_what_is_cut_differently_gives_the_same_bits() -> None:
-    """Stages, and buckets of other sizes."""
-
-    def run(rank: int) -> list[list[Tensor]]:
-        return [train(stage, GRADIENTS, 3) for stage in (1, 2, 3)]
-
-    for one, two, three in run_world(4, run, environment={RANKS_PER_HOST: "2"}):
-        for a, b, c in zip(one, two, three, strict=True):
-            assert torch.equal(a, b)
-            assert torch.equal(a, c)
-
-
 def test_nothing_is_rounded_within_a_host() -> None:
     def run(rank: int) -> list[list[Tensor]]:
         return [train(3, compression, 3) for compression in (None, BOTH)]
@@ -269,19 +244,6 @@ def test_in_a_trainer(tmp_path: Path) -> None:
     run_world(4, run, environment={RANKS_PER_HOST: "2"}, timeout=200)
 
 
-def test_a_module_that_goes_on_with_other_settings() -> None:
-    def run(rank: int) -> None:
-        for first, second in ((None, BOTH), (BOTH, None)):
-            net = fit(3, first)
-            wires = [
-                net.trainer.strategy.engine.collectives,
-                fit(3, second, net=net).trainer.strategy.engine.collectives,
-            ]
-            assert [isinstance(wire, CompressedCollectives) for wire in wires] == [first is BOTH, second is BOTH]
-
-    run_world(2, run, environment={RANKS_PER_HOST: "1"})
-
-
 def test_what_is_not_finite_is_found() -> None:
     class Overflows(Net):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -342,36 +304,12 @@ def test_between_groups_that_share_shards(kind: Any) -> None:
     run_world(4, run, environment={RANKS_PER_HOST: "2"})
 
 
-def test_groups_of_one_host_round_nothing() -> None:
-    def run(rank: int) -> None:
-        exact, found = (fit(2, one, shard_within=2) for one in (None, GRADIENTS))
-        assert all(map(torch.equal, state(exact), state(found)))
-
-    run_world(4, run)
-
-
 @pytest.mark.parametrize("stage", [1, 2])
 def test_weights_that_ranks_keep_in_full_precision_stay_exact(stage: int) -> None:
     def run(rank: int) -> None:
         for options in ({}, {"plugins": ZeroPrecision("bf16-true")}):
             with pytest.raises(ValueError, match=r"weights='int8' is for stage 3, and for mixed precision"):
                 fit(stage, BOTH, **options)
-
-    run_world(2, run, environment={RANKS_PER_HOST: "1"})
-
-
-def test_where_only_layers_in_full_precision_are_trained() -> None:
-    """Nothing that is trained is rounded; what is frozen was never sent."""
-
-    class Norms(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers.requires_grad_(False)
-            self.layers.append(nn.LayerNorm(1))
-
-    def run(rank: int) -> None:
-        plugin = ZeroPrecision("bf16-mixed", full_precision=["LayerNorm"])
-        fit(1, BOTH, net=Norms(), plugins=plugin)
 
     run_world(2, run, environment={RANKS_PER_HOST: "1"})
 
@@ -419,62 +357,3 @@ def test_ranks_that_want_something_else_are_told(other: Compression | None) -> N
             fit(3, other if rank == 1 else BOTH)
 
     run_world(2, run, environment={RANKS_PER_HOST: "1"})
-
-
-class Writes(Net):
-    """Clamps a weight where it computes, in training or in validation, or between steps."""
-
-    when = ""
-
-    def _clamp(self, when: str) -> None:
-        if when == self.when:
-            with torch.no_grad():
-                self.layers[1].one.bias.clamp_(-10, 10)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self._clamp("training")
-        return loss
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        super().validation_step(batch, batch_idx)
-        self._clamp("validation")
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.when == "between":
-            for part in local_slices(self.layers[1].one, write=True):
-                part.value.clamp_(-0.05, 0.05)
-
-
-@pytest.mark.parametrize("per_host", ["1", "2"])
-@pytest.mark.parametrize("when", ["training", "validation"])
-@pytest.mark.parametrize("units", [["Block"], None])
-def test_what_is_written_to_gathered_weights_is_refused(units: list[str] | None, when: str, per_host: str) -> None:
-    """Also where nothing is rounded: they are let go after the forward."""
-
-    def run(rank: int) -> None:
-        for compression in (None, GRADIENTS, BOTH):
-            net = Writes()
-            net.when = when
-            message = (
-                r"^'layers\.1\.one\.bias' was written to while its values were gathered.*full_parameters.*local_slices"
-            )
-            with pytest.raises(ParameterAccessError, match=message):
-                fit(3, compression, net=net, units=units)
-
-    run_world(2, run, environment={RANKS_PER_HOST: per_host})
-
-
-def test_what_is_written_between_steps_counts() -> None:
-    """As without compression, on one host, where nothing is rounded."""
-
-    def run(rank: int) -> None:
-        nets = [Writes(), Writes(), Writes()]
-        for net, compression, when in zip(nets, (None, BOTH, None), ("between", "between", ""), strict=True):
-            net.when = when
-            fit(3, compression, net=net)
-        exact, compressed, untouched = map(state, nets)
-        assert all(map(torch.equal, exact, compressed))
-        assert not all(map(torch.equal, exact, untouched))
-
-    run_world(2, run)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 import random
-import re
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,7 +17,6 @@ from lightning_zero.extensions.nvme.files import PageChecksums
 from lightning_zero.extensions.nvme.store import WINDOW_ALIGNMENT
 from lightning_zero.offload.host import PAGE_NBYTES, host_memory
 from tests.helpers.stores import CPU, NAMES, Call, Disk, fail, flip, store
-from tests.helpers.world import run_world
 
 STEP = WINDOW_ALIGNMENT
 NUMEL = 3 * STEP + 777
@@ -116,37 +110,6 @@ def test_every_single_bit_counts() -> None:
     assert checksums.damaged(memory, 0) == []
 
 
-def test_damage_of_other_kinds() -> None:
-    memory = pages(3)
-    checksums, numbers = known(memory), memory.view(torch.int32)
-    kinds = {
-        "two signs": lambda: numbers[5:8:2].bitwise_xor_(-(2**31)),
-        "two bits of one place": lambda: numbers[5:7].bitwise_xor_(1 << 20),
-        "a sector that was lost": lambda: memory[512:1024].zero_(),
-        "a sector of something else": lambda: memory[512:1024].copy_(memory[4096:4608].clone()),
-        "neighbours exchanged": lambda: numbers[8:10].copy_(numbers[8:10].flip(0)),
-        "pages exchanged": lambda: memory[:8192].copy_(memory[:8192].roll(4096)),
-        "zeros": lambda: memory[:4096].zero_(),
-        "ones": lambda: memory[:4096].fill_(255),
-    }
-    before = memory.clone()
-    for kind, change in kinds.items():
-        change()
-        assert checksums.damaged(memory, 0) == ([0, 4096] if kind == "pages exchanged" else [0]), kind
-        memory.copy_(before)
-    assert checksums.damaged(memory, 0) == []
-    assert checksums.damaged(memory[4096:], 4096) == []
-    assert checksums.damaged(memory[4096:], 0) == [0, 4096], "each page is known by its place"
-
-
-def test_what_was_never_written_reads_as_zeros() -> None:
-    memory = pages(2).zero_()
-    checksums = PageChecksums(memory.numel())
-    assert checksums.damaged(memory, 0) == []
-    memory[5000] = 1
-    assert checksums.damaged(memory, 0) == [4096]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What is not: windows cut anew, parts of pages, writes that fail
 
@@ -222,68 +185,3 @@ def test_a_write_that_fails_leaves_something_that_can_be_written_anew(tmp_path: 
         flip(data(opened), resting, NUMEL - 1)
         with pytest.raises(OffloadError, match="another checksum"):
             resting.read()
-
-
-def test_a_shard_that_grows_the_file_while_others_are_written(tmp_path: Path) -> None:
-    with store(tmp_path, threads=2) as opened:
-        resting, more = opened.allocate(16 * STEP, torch.float32, "x"), []
-
-        def work(request: Request, buffers: list[Tensor]) -> None:
-            buffers[0].fill_(3)
-            more.append(opened.allocate(100, torch.float32, f"state {request.tag}"))
-            more[-1].fill(request.tag)
-
-        for _ in range(3):
-            parts = [resting.part(start, STEP) for start in range(0, 16 * STEP, STEP)]
-            opened.pipeline().run([Request(STEP, [(part, True, True)], i) for i, part in enumerate(parts)], work)
-        assert (resting.read() == 3).all()
-        assert [int(part.read()[99]) for part in more] == [*range(16)] * 3
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Where it is done
-
-
-@contextmanager
-def watched(resting: FileTensor) -> Iterator[list[str]]:
-    """The threads that compute checksums."""
-    names: list[str] = []
-
-    class Watched(PageChecksums):
-        def _sums_of(self, memory: Tensor) -> Tensor:
-            names.append(threading.current_thread().name)
-            return super()._sums_of(memory)
-
-    region = dataclasses.replace(resting.region, checksums=Watched(resting.numel() * resting.dtype.itemsize))
-    resting.region = region
-    yield names
-
-
-def test_windows_are_checked_by_the_threads_that_move_them(tmp_path: Path) -> None:
-    with store(tmp_path) as opened:
-        resting = opened.allocate(8 * STEP, torch.float32, "x")
-        with watched(resting) as names:
-            parts = [resting.part(start, STEP) for start in range(0, 8 * STEP, STEP)]
-            opened.pipeline().run([Request(STEP, [(part, True, True)]) for part in parts], lambda *_: None)
-        assert len(names) == 16
-        assert all(re.fullmatch(r"lightning_zero-offload-\d", name) for name in names)
-
-
-def test_checksums_start_no_threads_of_torch() -> None:
-    """Each thread that reads would have as many as torch has cores, beside those of the step."""
-
-    def rank(rank: int) -> list[int]:
-        memory, found = pages(2000), []
-        torch.set_num_threads(4)
-
-        def check() -> None:
-            before = len(os.listdir("/proc/self/task"))
-            known(memory).damaged(memory, 0)
-            found.append(len(os.listdir("/proc/self/task")) - before)
-
-        thread = threading.Thread(target=check)
-        thread.start()
-        thread.join()
-        return found
-
-    assert run_world(1, rank, init_group=False) == [[0]]

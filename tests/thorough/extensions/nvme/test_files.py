@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 
 from lightning_zero.errors import OffloadError
 from lightning_zero.extensions.nvme import FileTensor
-from lightning_zero.extensions.nvme.files import amount
 from tests.helpers.stores import NAMES, Call, Disk, fail, store
 from tests.helpers.world import run_world
 
@@ -46,40 +44,10 @@ def test_short_reads_and_writes_are_continued(tmp_path: Path, name: str, most: i
         assert torch.equal(resting.read(), values())
 
 
-class Partial(Disk):
-    """Says of every second call that only some bytes inside its first or second page were moved."""
-
-    said = 0
-    turns = 0
-
-    def preadv(self, descriptor: int, memory: memoryview, offset: int) -> int:
-        return self._less(super().preadv(descriptor, memory, offset))
-
-    def pwritev(self, descriptor: int, memory: memoryview, offset: int) -> int:
-        return self._less(super().pwritev(descriptor, memory, offset))
-
-    def _less(self, count: int) -> int:
-        self.turns += 1
-        return min(count, self.said) if self.said and self.turns % 2 else count
-
-
-@pytest.mark.parametrize("said", [1, 1000, 5000])
-def test_a_part_of_a_page_is_asked_for_again(tmp_path: Path, said: int) -> None:
-    disk = Partial()
-    with store(tmp_path, disk) as opened:
-        resting = opened.allocate(NUMEL, torch.float32, "x")
-        disk.said, disk.turns = said, 0
-        resting.write(values())
-        assert torch.equal(resting.read(), values())
-        assert disk.turns > 2
-
-
 def test_a_disk_that_never_gives_a_whole_page_is_an_error(tmp_path: Path) -> None:
     disk = Disk()
     with store(tmp_path, disk) as opened:
         resting = opened.allocate(NUMEL, torch.float32, "x")
-        partial = Partial()
-        partial.said = 100
         disk.preadv = lambda *args: min(100, Disk.preadv(disk, *args))  # type: ignore[method-assign]
         with pytest.raises(OffloadError, match=r"reading x gave 100 of \d+ bytes.*cut off"):
             resting.read()
@@ -117,22 +85,6 @@ def test_a_full_disk_says_what_is_free(tmp_path: Path) -> None:
         disk.full = False
         opened.allocate(NUMEL, torch.float32, "y").write(values())
         assert not resting.read().any()
-
-
-def test_a_limit_of_the_system_is_a_full_disk(tmp_path: Path) -> None:
-    """The kernel's own refusal, which no seam is needed for."""
-
-    def rank(rank: int) -> str:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-        with store(tmp_path) as opened:
-            opened.allocate(1 << 10, torch.float32, "x").fill(1)
-            with pytest.raises(OffloadError) as caught:
-                opened.allocate(1 << 20, torch.float32, "masters of unit 0")
-            return str(caught.value)
-
-    message = run_world(1, rank, init_group=False)[0]
-    assert "4.00 MiB (4194304 bytes) for masters of unit 0" in message
-    assert "File too large" in message
 
 
 def test_without_reservations_zeros_are_written(tmp_path: Path) -> None:
@@ -230,16 +182,3 @@ def test_a_system_that_only_pretends_to_leave_the_cache_out_is_not_believed(tmp_
         assert not opened.direct
         resting = opened.allocate(NUMEL, torch.float32, "x")
         assert not resting.read().any()
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "0.00 KiB (0 bytes)"),
-        (1536 << 10, "1.50 MiB (1572864 bytes)"),
-        (3 << 29, "1.50 GiB (1610612736 bytes)"),
-        (1 << 41, "2.00 TiB (2199023255552 bytes)"),
-    ],
-)
-def test_amounts_are_exact_and_readable(nbytes: int, text: str) -> None:
-    assert amount(nbytes) == text

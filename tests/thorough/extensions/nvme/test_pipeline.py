@@ -8,7 +8,6 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,8 @@ from torch import Tensor
 
 from lightning_zero.errors import OffloadError
 from lightning_zero.extensions.nvme import FileTensor, NvmeStore, Request
-from lightning_zero.extensions.nvme.pipeline import BufferPool
 from lightning_zero.extensions.nvme.store import WINDOW_ALIGNMENT
-from lightning_zero.offload.host import host_memory
-from tests.helpers.stores import NAMES, Call, Disk, fail, io_threads, store
+from tests.helpers.stores import NAMES, Call, Disk, io_threads, store
 from tests.helpers.world import run_world
 
 STEP = WINDOW_ALIGNMENT
@@ -82,16 +79,6 @@ def test_a_step_is_that_of_ordinary_tensors(tmp_path: Path, name: str, kib: int,
         assert torch.equal(master.read(), expected)
         assert torch.equal(half.read(), expected.bfloat16())
         assert opened.pool.taken == 0
-
-
-@pytest.mark.parametrize("itemsizes", [[4], [4, 4, 4], [2, 8], []])
-@pytest.mark.parametrize("kib", [1024, 16384])
-def test_several_windows_fit_into_the_pool(tmp_path: Path, kib: int, itemsizes: list[int]) -> None:
-    with store(tmp_path, kib=kib) as opened:
-        numel = opened.window_numel(itemsizes)
-        assert numel % WINDOW_ALIGNMENT == 0
-        assert numel == WINDOW_ALIGNMENT or numel * max(1, sum(itemsizes)) * 8 <= opened.pool.nbytes
-        assert opened.host_nbytes == kib << 10
 
 
 def test_a_pool_that_is_too_small_for_a_window_is_named(tmp_path: Path) -> None:
@@ -165,29 +152,6 @@ def test_windows_are_written_while_later_ones_are_worked_on(opened: NvmeStore, d
     assert tensor.read()[::STEP].tolist() == [1, STEP + 1, 2 * STEP + 1]
 
 
-def test_transfers_happen_on_the_threads_only_and_in_whole_pages(opened: NvmeStore, disk: Disk) -> None:
-    tensor = opened.allocate(3 * STEP + 5, torch.float32, "x")
-    disk.calls.clear()
-    opened.pipeline().run(requests(3 * STEP + 5, STEP, tensor), lambda request, buffers: None)
-    assert {call.thread for call in disk.calls} <= {f"lightning_zero-offload-{i}" for i in range(2)}
-    assert all(call.offset % 4096 == 0 and call.nbytes % 4096 == 0 for call in disk.calls)
-    moved = 3 * STEP * 4 + 4096
-    for kind in ("read", "write"):
-        assert sum(call.nbytes for call in disk.calls if call.kind == kind) == moved
-
-
-def test_work_sees_what_earlier_windows_of_the_same_elements_wrote(opened: NvmeStore) -> None:
-    tensor = opened.allocate(2 * STEP, torch.float32, "x")
-    again = [Request(2 * STEP, [(tensor, True, True)]) for _ in range(5)]
-    halves = [Request(STEP, [(tensor.part(start, STEP), True, True)]) for start in (STEP, 0, STEP, 0)]
-
-    def work(request: Request, buffers: list[Tensor]) -> None:
-        buffers[0].add_(1)
-
-    opened.pipeline().run([*again, *halves, *again], work)
-    assert torch.equal(tensor.read(), torch.full((2 * STEP,), 12.0))
-
-
 def test_parts_that_share_pages_can_be_read_and_not_written(opened: NvmeStore) -> None:
     tensor = opened.allocate(STEP, torch.float32, "exp_avg")
     tensor.write(torch.arange(float(STEP)))
@@ -202,21 +166,6 @@ def test_parts_that_share_pages_can_be_read_and_not_written(opened: NvmeStore) -
         with pytest.raises(ValueError, match=r"exp_avg.*multiples of 4096"):
             opened.pipeline().run([Request(part.numel(), [(part, True, True)])], lambda request, buffers: None)
     assert torch.equal(tensor.read(), torch.arange(float(STEP)))
-
-
-def test_sizes_that_do_not_match_are_refused(opened: NvmeStore) -> None:
-    tensor = opened.allocate(STEP, torch.float32, "x")
-    with pytest.raises(ValueError, match="A window of 5 elements cannot take"):
-        opened.pipeline().run([Request(5, [(tensor, True, True)])], lambda request, buffers: None)
-
-
-def test_windows_without_elements_or_parts(opened: NvmeStore) -> None:
-    tensor = opened.allocate(0, torch.float32, "x")
-    seen: list[int] = []
-    opened.pipeline().run(
-        [Request(0, [(tensor, True, True)]), Request(7, [])], lambda request, buffers: seen.append(len(buffers))
-    )
-    assert seen == [1, 0]
 
 
 ERRORS = ["read", "write", "work", "requests"]
@@ -299,42 +248,6 @@ def test_errors_at_random(tmp_path: Path) -> None:
             assert all((tensor.read() == turn).all() for tensor in tensors)
 
 
-def test_one_run_at_a_time(opened: NvmeStore) -> None:
-    tensor = opened.allocate(STEP, torch.float32, "x")
-
-    def work(request: Request, buffers: list[Tensor]) -> None:
-        opened.pipeline().run([], lambda request, buffers: None)
-
-    with pytest.raises(RuntimeError, match="running already"):
-        opened.pipeline().run(requests(STEP, STEP, tensor), work)
-    opened.pipeline().run(requests(STEP, STEP, tensor), lambda request, buffers: None)
-
-
-def test_an_interrupt_while_a_disk_is_slow(tmp_path: Path) -> None:
-    """Ctrl-C while the main thread waits: what is under way is finished, the rest not begun, and all goes on after."""
-
-    def rank(rank: int) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        disk, interrupted = Disk(), threading.Event()
-        with store(tmp_path, disk) as opened:
-            tensor = opened.allocate(8 * STEP, torch.float32, "x")
-
-            def before(call: Call) -> None:
-                if call.kind == "read" and not interrupted.is_set():
-                    interrupted.set()
-                    os.kill(os.getpid(), signal.SIGINT)
-
-            disk.before = before
-            with pytest.raises(KeyboardInterrupt):
-                opened.pipeline().run(requests(8 * STEP, STEP, tensor), lambda request, buffers: None)
-            assert opened.pool.taken == 0
-            opened.pipeline().run(requests(8 * STEP, STEP, tensor), fill(3))
-            assert (tensor.read() == 3).all()
-
-    run_world(1, rank, init_group=False)
-    assert not os.listdir(tmp_path)
-
-
 def test_a_second_interrupt_does_not_wait_for_the_disk(tmp_path: Path) -> None:
     """A disk that does not answer must not hold the process; its buffers are never used again."""
 
@@ -413,50 +326,3 @@ def test_between_runs_there_is_no_thread_no_memory_and_no_name(tmp_path: Path, o
     os.truncate(f"/proc/self/fd/{opened._file._descriptor}", 0)
     with pytest.raises(OffloadError, match="is lost: it has 0 bytes"):
         opened.pipeline().run(requests(8 * STEP, STEP, tensor), lambda request, buffers: None)
-
-
-def test_closing_during_a_transfer_ends_it(tmp_path: Path) -> None:
-    disk = Disk()
-    with store(tmp_path, disk) as opened:
-        tensor = opened.allocate(STEP, torch.float32, "x")
-        disk.before = lambda call: opened._file.close() or 4096
-        disk.calls.clear()
-        with pytest.raises(OffloadError, match="was closed"):
-            tensor.read()
-        assert len(disk.calls) == 1  # of four
-
-
-def test_a_full_disk_in_the_middle_of_a_step(opened: NvmeStore, disk: Disk) -> None:
-    """Copy-on-write file systems need space for what was reserved."""
-    tensor = opened.allocate(8 * STEP, torch.float32, "x")
-    disk.before = fail("write", errno.ENOSPC)
-    with pytest.raises(
-        OffloadError, match=r"Rank 3: writing x .*No space left on device.* free\)\. The last checkpoint"
-    ):
-        opened.pipeline().run(requests(8 * STEP, STEP, tensor), lambda request, buffers: None)
-
-
-def test_the_pool_is_a_ring() -> None:
-    """Random sizes, first in, first out: pieces never overlap, and there is room whenever there can be."""
-    choose, pages = random.Random(0), 16
-    pool = BufferPool(host_memory(pages * 4096, locked=False))
-    taken: list[Tensor] = []
-    places = []
-    for _ in range(3000):
-        nbytes = choose.randint(1, 7) * 4096
-        piece = pool.take(nbytes)
-        if piece is None:
-            assert taken, "an empty pool has room"
-            taken.pop(0)
-            pool.give_back()
-        else:
-            assert piece.numel() == nbytes
-            taken.append(piece)
-        assert pool.taken == len(taken)
-        spans = sorted((piece.data_ptr(), piece.data_ptr() + piece.numel()) for piece in taken)
-        assert all(one[1] <= other[0] for one, other in pairwise(spans))
-        places.append(len(taken))
-    assert max(places) > 4
-    for nbytes in (0, -4096, 100, 17 * 4096):
-        with pytest.raises(ValueError, match=f"{nbytes} bytes cannot be taken from a pool of 65536"):
-            pool.take(nbytes)
