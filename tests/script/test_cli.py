@@ -139,7 +139,7 @@ def test_a_name_takes_arguments(tmp_path: Path, strategy: str, arguments: list[s
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
-        ("HostOffload", "paramters: true", "paramters"),
+        ("HostOffload", "paramters: true", "paramters"),  # codespell:ignore
         ("HostOffload", "pin_mib: much", "pin_mib"),
         ("HostOffload", "path: /var/tmp", "path"),
         ("NvmeOffload", "parameters: true", "the following arguments are required: path"),
