@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import enum
-import functools
 import json
 import os
 import shutil
-import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -21,8 +19,6 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.core import datamodule as core_datamodule
-from lightning.pytorch.core import module as core_module
 from lightning.pytorch.core import saving
 from lightning.pytorch.core.saving import save_hparams_to_yaml
 from safetensors.torch import save_file
@@ -30,12 +26,11 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_zero import ZeroCLI
-from lightning_zero.checkpoint import StoredTensor, open_checkpoint, save_checkpoint_directory
+from lightning_zero.checkpoint import open_checkpoint, save_checkpoint_directory
 from lightning_zero.checkpoint.format import torch_file
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError, MaterialiseError
 from lightning_zero.loading import (
-    let_lightning_load_directories,
     load_from_checkpoint,
     load_full_state_dict,
 )
@@ -316,16 +311,6 @@ def test_what_a_checkpoint_may_have_its_module_built_by(
     assert expected.get("error") is (ValueError if refused else None)
 
 
-def test_a_class_is_not_imported_where_lightning_does_not_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As its earlier releases."""
-    monkeypatch.setattr(saving, "_is_imported_subclass", lambda *_: True, raising=False)
-    built_by = {"_instantiator": "lightning.pytorch.cli.instantiate_module", "_class_path": "antigravity.Anything"}
-    _, directory = saved(Anything(6), tmp_path, hyper_parameters={"width": 6, **built_by})
-    with pytest.raises(ValueError, match=r"'antigravity\.Anything', which is not an imported subclass of Anything"):
-        load_from_checkpoint(Anything, directory)
-    assert "antigravity" not in sys.modules
-
-
 def test_strictness_that_contradicts_the_module(tmp_path: Path) -> None:
     class Chosen(Mlp):
         def __init__(self) -> None:
@@ -397,25 +382,6 @@ def test_files_go_lightnings_way_and_directories_that_are_no_checkpoint_too(
         Mlp.load_from_checkpoint(tmp_path)
 
     assert opened == [file, stream, tmp_path]
-
-
-def test_lightnings_call_is_wrapped_once() -> None:
-    before = core_datamodule._load_from_checkpoint, core_module._load_from_checkpoint
-    let_lightning_load_directories()
-    assert (core_datamodule._load_from_checkpoint, core_module._load_from_checkpoint) == before
-
-
-def test_what_another_program_has_wrapped_is_wrapped_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, directory = saved(Mlp(), tmp_path)
-
-    @functools.wraps(saving._load_from_checkpoint)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        return saving._load_from_checkpoint(*args, **kwargs)
-
-    monkeypatch.setattr(core_module, "_load_from_checkpoint", watched)
-    let_lightning_load_directories()
-    for path in (file, directory):
-        assert isinstance(Mlp.load_from_checkpoint(path, weights_only=False), Mlp)
 
 
 @pytest.mark.parametrize(
@@ -493,17 +459,6 @@ def test_weights_are_cast_to_floating_point_only(dtype: Any, tmp_path: Path) -> 
         load_full_state_dict(directory, dtype=dtype)
 
 
-def test_nothing_of_the_result_is_still_on_disk(tmp_path: Path) -> None:
-    """The file can go, values can be written to: also those a metric keeps instead of copying."""
-    _, directory = saved(Mlp(), tmp_path)
-
-    module = load_from_checkpoint(Mlp, directory)
-
-    assert not any(isinstance(value, StoredTensor) for value in module.state_dict().values())
-    module.mean.update(torch.tensor(3.0))
-    assert module.mean.mean_value.isfinite()
-
-
 # ------------------------------------------------------------------------------------------------ from real runs
 
 
@@ -551,14 +506,6 @@ def test_the_full_state_dict_of_a_sharded_run(run: tuple[Path, dict[str, Tensor]
         assert torch.equal(value, expected.bfloat16() if expected.is_floating_point() else expected), name
 
 
-def test_a_tied_weight_is_read_once(tmp_path: Path) -> None:
-    _, directory = saved(Tied(), tmp_path)
-
-    state = load_full_state_dict(directory)
-
-    assert state["head.weight"] is state["embedding.weight"]
-
-
 def test_a_directory_in_an_object_store(tmp_path: Path) -> None:
     module = Mlp(6)
     _, directory = saved(module, tmp_path)
@@ -574,20 +521,6 @@ def test_a_directory_in_an_object_store(tmp_path: Path) -> None:
 def test_a_prefix_that_nothing_has_is_named(run: tuple[Path, dict[str, Tensor]]) -> None:
     with pytest.raises(CheckpointError, match=r"begins with 'encoder\.': it holds model\."):
         load_full_state_dict(run[0], prefix="encoder.")
-
-
-def test_a_damaged_file_is_named_and_not_called_a_wrong_shape(tmp_path: Path) -> None:
-    _, directory = saved(Mlp(), tmp_path)
-    (data,) = directory.glob("*.distcp")
-    content = bytearray(data.read_bytes())
-    weight = load_full_state_dict(directory)["layers.0.weight"]
-    place = bytes(content).index(weight.numpy().tobytes())
-    content[place] ^= 1
-    data.write_bytes(content)
-
-    with pytest.raises(CheckpointError, match=rf"{data.name}' is damaged.*layers\.0\.weight") as caught:
-        load_from_checkpoint(Mlp, directory, verify=True)
-    assert "size mismatch" not in str(caught.value)
 
 
 def test_a_checkpoint_without_weights_is_named(tmp_path: Path) -> None:
@@ -744,17 +677,6 @@ def test_initial_weights_without_a_frozen_parameter_are_refused(tmp_path: Path) 
         load_from_checkpoint(Adapted, adapters, initial_weights=tmp_path / "part.safetensors", strict=False)
 
 
-def test_one_name_of_a_tied_weight_is_enough(tmp_path: Path) -> None:
-    """As safetensors files hold it."""
-    weight = torch.rand(5, 3)
-    save_file({"embedding.weight": weight}, tmp_path / "model.safetensors")
-
-    module = load_from_checkpoint(Tied, tmp_path / "model.safetensors")
-
-    assert torch.equal(module.head.weight, weight)
-    assert module.head.weight is module.embedding.weight
-
-
 @pytest.mark.parametrize("compiled", ["stored", "built"])
 def test_compiled_blocks_have_the_names_of_their_modules(compiled: str, tmp_path: Path) -> None:
     class Net(pl.LightningModule):
@@ -771,21 +693,6 @@ def test_compiled_blocks_have_the_names_of_their_modules(compiled: str, tmp_path
 
     for mine, theirs in zip(loaded.parameters(), module.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-
-
-def test_compiled_blocks_that_were_left_out(tmp_path: Path) -> None:
-    class Frozen(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.head = torch.compile(nn.Linear(2, 2), backend="eager"), nn.Linear(2, 2)
-
-    left_out = {"excluded_frozen": ["layer.weight", "layer.bias"]}
-    state = {f"head.{name}": value for name, value in nn.Linear(2, 2).state_dict().items()}
-    checkpoint = {"state_dict": state, "lightning_zero": left_out}
-    save_checkpoint_directory(checkpoint, tmp_path / "head.ckpt", ControlGroup(None), plan_summary={})
-
-    with pytest.warns(UserWarning, match="2 of them keep the values"):
-        load_from_checkpoint(Frozen, tmp_path / "head.ckpt")
 
 
 # ------------------------------------------------------------------------------------------------------------- names
@@ -950,22 +857,6 @@ def test_a_command_line_takes_the_hyperparameters_of_a_directory_as_of_a_file(
     assert dict(found.model.hparams) == dict(expected.model.hparams)
     assert parsed_options(found) == parsed_options(expected)
     assert found.given == found.config[command].ckpt_path == str(directory)
-
-
-@pytest.mark.usefixtures("_bare_command_line")
-def test_a_command_line_and_a_directory_in_an_object_store(tmp_path: Path) -> None:
-    _, directory = saved(Anything(7), tmp_path, hyper_parameters=HPARAMS)
-    with in_a_store(directory) as url:
-        found = parse("validate", url)
-
-    assert found.model.layer.in_features == 7
-    assert found.given == url
-
-
-@pytest.mark.usefixtures("_bare_command_line")
-def test_a_command_line_with_a_directory_that_has_no_hyperparameters(tmp_path: Path) -> None:
-    _, directory = saved(Anything(7), tmp_path, hyper_parameters={})
-    assert parse("validate", directory).model.layer.in_features == 4
 
 
 @pytest.mark.usefixtures("_bare_command_line")

@@ -232,16 +232,6 @@ def same(expected: Any, found: Any) -> bool:
     return True
 
 
-def test_what_the_fixtures_are(case: Case, path: Path) -> None:
-    """A packing list that left something out would make the others pass on nothing."""
-    if path.is_dir():
-        names = {entry.name for entry in path.iterdir()}
-        large = {"meta.bin"} if case.version == "format1" else set()
-        assert names == {"zero.json", ".metadata", "meta.pt", "__0_0.distcp", "__1_0.distcp"} | large
-    else:
-        assert path.stat().st_size > 5_000
-
-
 def test_weights_without_the_run(case: Case, path: Path, expected: dict[str, Any]) -> None:
     weights = expected["at"]["weights"]
     tied = {**weights, "head.weight": weights["stem.weight"]}

@@ -21,16 +21,12 @@ from lightning_zero.checkpoint import (
 )
 from lightning_zero.checkpoint.background import Snapshots
 from lightning_zero.checkpoint.consolidated import save_consolidated_file
-from lightning_zero.checkpoint.format.record import memory_identity
-from lightning_zero.checkpoint.storage.files import LocalFiles
-from lightning_zero.errors import CheckpointError, OffloadError
-from lightning_zero.extensions.formats.safetensors import read_safetensors
+from lightning_zero.errors import CheckpointError
 from lightning_zero.extensions.nvme.files import FileSystem, FileTensor
 from lightning_zero.extensions.nvme.store import NvmeStore
 from tests.helpers.samples import checkpoint, control, end_to_end, load_and_verify, one_by_one, parameters, verify
 from tests.helpers.world import run_world
 from tests.world.checkpoint.test_foreign import Boxed, grid
-from tests.world.checkpoint.test_sources import save_file
 
 MIB = 1 << 20
 
@@ -144,24 +140,6 @@ def test_an_ordinary_file_is_the_same_wherever_the_elements_rest(tmp_path: Path,
     assert state["tied.weight"].data_ptr() == state["conv.weight"].data_ptr()
 
 
-def test_tied_parameters_are_recognised_by_their_place_in_the_file(tmp_path: Path) -> None:
-    """Each box is read into memory that the next one may get: by its address, one would be taken for the other."""
-    with store_in(tmp_path) as store:
-        region = store.allocate(4 * 4096, torch.float32, "a test")
-        region.write(torch.arange(4 * 4096.0))
-        names = {name: index for index, name in enumerate("abcd")}
-        state = {name: FlatShard(region.part(4096 * i, 4096), (4096,), 0) for name, i in names.items()}
-        state["again"] = FlatShard(region.part(4096, 4096), (4096,), 0)
-        save_checkpoint_directory({"state_dict": state}, tmp_path / "c", control(), plan_summary={})
-        found = open_checkpoint(tmp_path / "c", control())["state_dict"]
-        for name, index in {**names, "again": 1}.items():
-            assert torch.equal(found[name].read(), torch.arange(4096.0) + 4096 * index)
-        (data,) = (tmp_path / "c").glob("*.distcp")
-        assert 4 * 4096 * 4 < data.stat().st_size < 5 * 4096 * 4
-        assert memory_identity(state["a"].local) != memory_identity(state["b"].local)
-        assert memory_identity(state["again"].local) == memory_identity(state["b"].local)
-
-
 @pytest.mark.parametrize("kind", ["directory", "file"])
 def test_saving_holds_one_part_at_a_time(tmp_path: Path, kind: str) -> None:
     """64 MiB in 16 tensors: what is read is written and forgotten; and each is read once."""
@@ -233,29 +211,6 @@ def test_a_snapshot_is_a_copy_with_the_same_ties(tmp_path: Path) -> None:
         assert needed <= snapshots.nbytes - 9000 * 4 <= needed + 64 * (len(shards) + 3)
 
 
-def test_a_snapshot_of_both_kinds_uses_its_memory_again(tmp_path: Path) -> None:
-    with store_in(tmp_path) as store:
-        snapshots = Snapshots()
-        held = set()
-        for version in (1, 2, 3):
-            whole = content(version)
-            whole["optimizer_states"] = rested(whole["optimizer_states"], store)
-            taken = snapshots.take(whole)
-            held.add(snapshots.nbytes)
-            save_checkpoint_directory(taken, tmp_path / "c", control(), plan_summary={})
-            load_and_verify(tmp_path / "c", version)
-        assert len(held) == 1
-
-
-def test_a_snapshot_of_what_cannot_be_read_raises(tmp_path: Path) -> None:
-    system = Counting()
-    with store_in(tmp_path, system) as store:
-        whole = rested(content(), store)
-        system.broken = True
-        with pytest.raises(OffloadError, match="Input/output error"):
-            Snapshots().take(whole)
-
-
 def test_a_handle_outside_of_a_shard_is_saved_as_the_tensor_it_stands_for(tmp_path: Path) -> None:
     with store_in(tmp_path) as store:
         region = store.allocate(5, torch.float32, "a test")
@@ -306,17 +261,6 @@ def test_boxes_that_are_no_ranges_are_read_into_files(tmp_path: Path) -> None:
     dcp.save(boxed, checkpoint_id=tmp_path / "c", no_dist=True)
     with store_in(tmp_path) as store:
         check_ranges(open_checkpoint(tmp_path / "c", control())["state_dict"], values, store)
-
-
-def test_safetensors_and_what_was_loaded_already_are_read_into_files(tmp_path: Path) -> None:
-    values = {"a": torch.arange(5000.0), "b": torch.arange(12).reshape(3, 4).to(torch.bfloat16)}
-    save_file(values, tmp_path / "w.safetensors")
-    with store_in(tmp_path) as store:
-        found = read_safetensors(LocalFiles(tmp_path), "w.safetensors").checkpoint["state_dict"]
-        check_ranges(found, values, store)
-        for handle in found.values():
-            handle.load()
-        check_ranges(found, values, store)
 
 
 def test_loading_holds_one_piece_at_a_time(tmp_path: Path) -> None:

@@ -232,33 +232,6 @@ def test_what_cannot_be_deleted_is_a_warning_and_stops_nothing(tmp_path: Path) -
     assert (tmp_path / "results" / "thesis.tex").exists()
 
 
-def test_a_warning_that_is_found_while_the_call_returns_comes_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writing, warned = threading.Event(), threading.Event()
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "thesis.tex").touch()
-    saver = Saver(control())
-    warn = saver._warn
-
-    def write(*args: Any) -> None:
-        writing.set()
-        assert warned.wait(20)
-
-    def warn_while_it_is_written() -> None:
-        assert writing.wait(20)
-        warn()
-        warned.set()
-
-    monkeypatch.setattr(saver, "_warn", warn_while_it_is_written)
-    saver.remove(tmp_path / "results")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        saver.save(write, checkpoint(1, end_to_end, control()), what="save", asynchronous=True)
-        saver.close()
-    assert len([warning for warning in caught if "was not deleted" in str(warning.message)]) == 1
-
-
 def wait_alone(saver: Saver) -> None:
     if saver._underway is not None:
         saver._underway.done.exception()

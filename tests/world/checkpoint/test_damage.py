@@ -20,7 +20,6 @@ from lightning_zero.checkpoint import (
     open_checkpoint,
     save_checkpoint_directory,
 )
-from lightning_zero.checkpoint.format.record import Record
 from lightning_zero.errors import CheckpointError
 from lightning_zero.extensions.inspection import verification
 from lightning_zero.extensions.inspection.contents import inspect_checkpoint
@@ -60,10 +59,6 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(content)
 
 
-def test_a_copy_is_as_good(damaged: Path) -> None:
-    load_and_verify(damaged, 1)
-
-
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "meta.pt", "meta.bin"])
 def test_a_missing_file_is_named(damaged: Path, name: str) -> None:
     (damaged / name).unlink()
@@ -86,13 +81,6 @@ def test_a_file_of_another_size_is_named(damaged: Path, name: str, nbytes: int) 
     (damaged / name).write_bytes({-1: content[:-30], 0: b"", 1: content + b"x"}[nbytes])
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
         load(damaged)
-
-
-def test_a_changed_byte_of_a_weight_is_found(damaged: Path) -> None:
-    items = json.loads((damaged / "zero.json").read_text())["content"]["items"]
-    flip(damaged / "__0_0.distcp", items["state_dict.conv.weight"]["chunks"][0][3] + 5)
-    with pytest.raises(CheckpointError, match=r"__0_0\.distcp.*damaged.*conv\.weight"):
-        open_checkpoint(damaged, control(), verify=True)
 
 
 def test_a_changed_byte_of_the_record_is_found_wherever_it_is(damaged: Path) -> None:
@@ -166,28 +154,23 @@ def chunk(content: dict[str, Any], place: int, value: Any) -> None:
     [
         lambda content: chunk(content, 0, 1),
         lambda content: chunk(content, 1, 119),
-        lambda content: chunk(content, 1, -1),
         lambda content: chunk(content, 2, 99),
+        lambda content: chunk(content, 2, -1),
+        lambda content: chunk(content, 2, True),
         lambda content: chunk(content, 3, 10**9),
         lambda content: chunk(content, 3, -1),
-        lambda content: chunk(content, 3, 1.5),
         lambda content: chunk(content, 4, "x"),
         lambda content: content["items"]["state_dict.conv.weight"].update(shape=[0, 2**62, 2**62], chunks=[]),
-        lambda content: content["items"]["state_dict.conv.weight"].update(shape=[0, 2**70], chunks=[]),
         lambda content: content["items"]["state_dict.conv.weight"].update(shape=[0], chunks=[], dtype="quint8"),
         lambda content: content["meta"].update(x={"$": "timedelta", "value": [10**12, 0, 0]}),
         lambda content: content["meta"].update(x={"$": "tensor", "dtype": "float32", "shape": [9], "value": ""}),
         lambda content: content["items"]["state_dict.conv.weight"].update(shape=[-3, -2, 4, 5]),
         lambda content: content["items"]["state_dict.conv.weight"].update(shape=[10**12]),
         lambda content: content["items"]["state_dict.conv.weight"].update(dtype="Tensor"),
-        lambda content: content["items"]["state_dict.conv.weight"].update(path=[]),
         lambda content: content["items"]["state_dict.conv.weight"].update(path=[5, "x"]),
         lambda content: content["items"]["state_dict.conv.weight"].update(path=["optimizer_states", 10**9]),
         lambda content: content["items"]["state_dict.conv.weight"].pop("path"),
-        lambda content: content["items"]["state_dict.conv.weight"].pop("chunks"),
-        lambda content: content.update(items=[]),
         lambda content: content.update(meta=[]),
-        lambda content: content.pop("files"),
         lambda content: content["meta"]["callbacks"]["History"]["values"]["value"].update(offset=10**9),
         lambda content: content["meta"]["callbacks"]["History"]["values"]["value"].update(shape=[-1]),
     ],
@@ -260,12 +243,6 @@ def test_ranks_that_see_different_checkpoints_are_told_so(damaged: Path, origina
             load(damaged if number == 1 else original)
 
     run_world(2, rank, timeout=30)
-
-
-def test_a_record_is_the_same_after_a_round_trip(original: Path) -> None:
-    data = (original / "zero.json").read_bytes()
-    assert Record.from_bytes(data).to_bytes() == data
-    assert torch.float32 in {getattr(item, "dtype", None) for item in Record.from_bytes(data).items.values()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -24,15 +24,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from lightning_zero.checkpoint import (
-    FlatShard,
     StoredTensor,
     is_checkpoint_directory_at,
     open_checkpoint,
-    save_checkpoint_directory,
 )
-from lightning_zero.checkpoint.format import stored as stored_tensors
 from lightning_zero.errors import CheckpointError
-from tests.helpers.samples import control, end_to_end, parameters, sharded
+from tests.helpers.samples import control, parameters
 from tests.helpers.world import run_world
 
 
@@ -125,18 +122,6 @@ def test_every_dtype_and_an_archive_of_another_kind(tmp_path: Path) -> None:
         assert torch.equal(state[name].read(), value), name
     assert state["text"] == "words"
     assert torch.equal(state["nested"]["list"][1]["x"].read(), torch.zeros(3))
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_part_is_loaded_once_for_all_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = torch.arange(12.0).reshape(4, 3)
-    save(tmp_path / "c", {"w": whole})
-    stored = open_checkpoint(tmp_path / "c", control())["state_dict"]["w"]
-    loads = []
-    load = stored_tensors.load_torch
-    monkeypatch.setattr(stored_tensors, "load_torch", lambda *args: loads.append(args) or load(*args))
-    assert torch.equal(torch.cat(slices(stored, 5)), whole.reshape(-1))
-    assert len(loads) == 1
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -265,17 +250,3 @@ def test_the_fsdp_layout_and_two_dimensional_shards(tmp_path: Path) -> None:
         assert found["optimizer_states"][0]["param_groups"] == groups
 
     run_world(2, rank, timeout=40)
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_the_index_alone_is_enough_for_our_own_files(tmp_path: Path) -> None:
-    """Our directories are ordinary ones."""
-    values = parameters()
-    checkpoint = {"state_dict": sharded(values, end_to_end, control()), "epoch": 1}
-    assert isinstance(checkpoint["state_dict"]["scale"], FlatShard)
-    save_checkpoint_directory(checkpoint, tmp_path / "c", control(), plan_summary={})
-    (tmp_path / "c" / "zero.json").unlink()
-    found = open_checkpoint(tmp_path / "c", control())
-    assert found["epoch"] == 1
-    for name, value in values.items():
-        assert torch.equal(found["state_dict"][name].read(), value)

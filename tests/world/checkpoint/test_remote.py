@@ -17,7 +17,6 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_zero.checkpoint import is_checkpoint_directory_at, open_checkpoint, save_checkpoint_directory
-from lightning_zero.checkpoint.background import Saver
 from lightning_zero.checkpoint.storage.publish import remove
 from lightning_zero.errors import CheckpointError
 from tests.helpers.samples import checkpoint, control, end_to_end, parameters, verify
@@ -116,13 +115,6 @@ def test_save_replace_and_remove_behind_a_url() -> None:
     remove(url)
     assert listing("memory://bucket") == []
     remove(url)
-
-
-def test_a_single_file_is_removed_too() -> None:
-    system = fsspec.filesystem("memory")
-    system.pipe_file("/bucket/a.ckpt", b"x")
-    remove("memory://bucket/a.ckpt")
-    assert not system.exists("/bucket/a.ckpt")
 
 
 def test_the_order_of_writes() -> None:
@@ -296,33 +288,6 @@ def test_what_a_killed_save_left_is_deleted_by_the_next() -> None:
     save("memory://bucket/c", 1)
     assert version_of("memory://bucket/c") == 1
     assert listing("memory://bucket/c") == WHOLE
-
-
-def test_a_checkpoint_that_was_copied_there_is_replaced_whole(tmp_path: Path) -> None:
-    save(str(tmp_path / "c"), 1)
-    fsspec.filesystem("memory").put(f"{tmp_path}/c/", "/bucket/c/", recursive=True)
-    assert version_of("memory://bucket/c") == 1
-    save("memory://bucket/c", 2)
-    assert version_of("memory://bucket/c") == 2
-    assert listing("memory://bucket/c") == WHOLE
-
-
-def test_in_the_background_and_removed_in_turn() -> None:
-    saver = Saver(control())
-    for version in (1, 2, 3):
-        url = f"memory://bucket/step={version}.ckpt"
-        content = checkpoint(version, end_to_end, control())
-        saver.save(
-            lambda content, ranks, url=url: save_checkpoint_directory(content, url, ranks, plan_summary={}),
-            content,
-            what="save",
-            asynchronous=True,
-        )
-        if version > 1:
-            saver.remove(f"memory://bucket/step={version - 1}.ckpt")
-    saver.close()
-    assert {Path(name).parts[2] for name in fsspec.filesystem("memory").find("/bucket")} == {"step=3.ckpt"}
-    assert version_of("memory://bucket/step=3.ckpt") == 3
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9/a.ckpt", "https://127.0.0.1:9/a/model.safetensors"])

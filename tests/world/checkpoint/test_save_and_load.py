@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import zlib
-from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from tests.helpers.samples import (
     load_and_verify,
     one_by_one,
     parameters,
-    remove_checkpoint_directory,
     sharded,
 )
 from tests.helpers.world import run_world
@@ -70,11 +68,6 @@ def test_saved_at_world_3_loads_at_any_world_with_any_cut(saved_by_three: Path, 
     run_world(world_size, rank, timeout=30)
 
 
-def test_saved_alone_loads_in_a_world(tmp_path: Path) -> None:
-    save(tmp_path / "c")
-    run_world(2, lambda _: load_and_verify(tmp_path / "c", 1), timeout=30)
-
-
 def test_the_directory_holds_the_names_of_the_format(saved_by_three: Path) -> None:
     folder = saved_by_three / "end_to_end"
     names = {path.name for path in folder.iterdir()}
@@ -101,11 +94,6 @@ def check_full(loaded: dict[str, Any], version: int) -> None:
         assert loaded["optimizer_0"]["state"][name]["step"].item() == version
     group = loaded["optimizer_0"]["param_groups"][0]
     assert group == {"params": list(parameters()), "lr": 0.1 * version, "betas": (0.9, 0.99), "fused": None}
-
-
-def test_dcp_to_torch_save_reads_it(saved_by_three: Path, tmp_path: Path) -> None:
-    dcp_to_torch_save(saved_by_three / "end_to_end", tmp_path / "full.pt")
-    check_full(torch.load(tmp_path / "full.pt", weights_only=True), 1)
 
 
 def test_lightning_fabric_reads_it(saved_by_three: Path) -> None:
@@ -267,24 +255,6 @@ def test_what_weights_only_accepts_is_loaded_from_the_file(tmp_path: Path) -> No
     assert torch.equal(loaded["extra"]["mask"].to_dense(), torch.eye(3))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_recognise_and_remove(tmp_path: Path, world_size: int) -> None:
-    path = tmp_path / "deep" / "c"
-
-    def rank(_: int) -> None:
-        save(path)
-        assert is_checkpoint_directory_at(path)
-        assert is_checkpoint_directory_at(str(path))
-        control().barrier()
-        remove_checkpoint_directory(path, control())
-        assert not is_checkpoint_directory_at(path)
-        remove_checkpoint_directory(path, control())
-
-    run_world(world_size, rank, timeout=30)
-    assert list(path.parent.iterdir()) == []
-    assert not is_checkpoint_directory_at(tmp_path)
-
-
 def test_under_inference_mode(tmp_path: Path) -> None:
     """Lightning saves from validation hooks, which run under it."""
     with torch.inference_mode():
@@ -336,18 +306,3 @@ def test_shards_in_a_tuple_are_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"'ema(\.a)?' holds sharded parameters in a tuple: use a list"):
             save_alone(tmp_path / "c", {"state_dict": {}, "ema": ema})
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_empty_dictionary_of_a_class_of_its_own_comes_back_as_a_dict(tmp_path: Path) -> None:
-    state = {"state": UserDict(), "param_groups": []}
-    loaded = save_alone(tmp_path / "c", {"state_dict": {}, "optimizer_states": [state]})
-    assert loaded == {"state_dict": {}, "optimizer_states": [{"state": {}, "param_groups": []}]}
-    assert type(loaded["optimizer_states"][0]["state"]) is dict
-
-
-def test_the_checkpoint_and_its_tensors_are_not_changed(tmp_path: Path) -> None:
-    content = checkpoint(3, end_to_end, control())
-    keys, before = list(content), content["state_dict"]["conv.weight"].local.clone()
-    save_alone(tmp_path / "c", content)
-    assert list(content) == keys
-    assert torch.equal(content["state_dict"]["conv.weight"].local, before)

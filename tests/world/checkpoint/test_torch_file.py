@@ -69,12 +69,6 @@ def test_torch_loads_every_dtype(tmp_path: Path, mmap: bool, checksums: bool) ->
         assert same(loaded["state"][name], value), name
 
 
-def test_checksums_are_those_of_a_zip(tmp_path: Path) -> None:
-    write(tmp_path / "f", holes(VALUES), VALUES)
-    with zipfile.ZipFile(tmp_path / "f") as archive:
-        assert archive.testzip() is None
-
-
 def test_records_lie_where_torch_puts_them(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     torch.save(VALUES, buffer)
@@ -195,18 +189,6 @@ def test_more_records_than_a_plain_zip_can_count(tmp_path: Path) -> None:
         assert len(archive.infolist()) == count + 6
 
 
-def test_offsets_beyond_4_gib_are_those_that_torch_computes(tmp_path: Path) -> None:
-    """From there on torch leaves 8 more bytes after every tensor."""
-    content = [Hole(0, torch.uint8, (2**32,)), Hole(1, torch.uint8, (3,)), Hole(2, torch.uint8, (3,))]
-    layout = TorchFile(content)
-    write_sparse(tmp_path / "f", layout)
-    reader = torch._C.PyTorchFileReader(str(tmp_path / "f"))
-    end = reader.get_record_offset("data/0") + 2**32 + 24
-    second = reader.get_record_offset_no_read(end, "data/1", 3, 64)
-    third = reader.get_record_offset_no_read(second + 3 + 24, "data/2", 3, 64)
-    assert [place.offset for place in layout.places[1:]] == [second, third]
-
-
 # -------------------------------------------------------------------------------------------------------- safetensors
 
 
@@ -245,16 +227,6 @@ def test_a_dtype_that_safetensors_do_not_have_is_named() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- publishing
-
-
-def test_a_file_that_is_not_published_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "c").write_text("old")
-    staged = StagedFile(tmp_path / "c", 10)
-    assert staged.path.stat().st_size == 10
-    staged.discard()
-    staged.discard()
-    assert [path.name for path in tmp_path.iterdir()] == ["c"]
-    assert (tmp_path / "c").read_text() == "old"
 
 
 def test_what_a_killed_process_left_is_swept_by_the_next(tmp_path: Path) -> None:

@@ -351,30 +351,33 @@ ALIKE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("name", ALIKE)
-def test_ranks_with_one_graph_issue_one_order(name: str, stage: int) -> None:
-    for every in run_world(3, lambda rank: issued(stage, plain, **ALIKE[name])):
-        assert {kind for kind, _ in every[0]} == {"all_gather", "reduce_scatter"}
-        assert every[1] == every[0]
-        assert every[2] == every[0]
+def test_ranks_with_one_graph_issue_one_order() -> None:
+    def run(rank: int) -> None:
+        for name, options in ALIKE.items():
+            for stage in (1, 3):
+                first, *others = issued(stage, plain, **options)
+                assert {kind for kind, _ in first} == {"all_gather", "reduce_scatter"}, f"{name}, stage {stage}"
+                assert others == [first, first], f"{name}, stage {stage}"
+
+    run_world(3, run)
 
 
 def of(kind: str, calls: list[Call]) -> list[Call]:
     return [call for call in calls if call[0] == kind]
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("loss_of", [skipping, leaving_out])
-def test_replicated_parameters_have_one_order_whatever_ranks_use(loss_of: Any, stage: int) -> None:
-    for every in run_world(2, lambda rank: issued(stage, loss_of)):
-        assert every[1] == every[0]
+def test_ranks_that_use_other_units_have_one_order_only_where_parameters_are_replicated() -> None:
+    """Why sharded ones have two communicators: each kind has one order, but how a backward mixes them is each
+    rank's own."""
 
+    def run(rank: int) -> None:
+        for loss_of in (skipping, leaving_out):
+            for stage in (1, 2):
+                first, second = issued(stage, loss_of)
+                assert second == first, f"{loss_of.__name__}, stage {stage}"
+            first, second = issued(3, loss_of)
+            assert of("all_gather", second) == of("all_gather", first), loss_of.__name__
+            assert of("reduce_scatter", second) == of("reduce_scatter", first), loss_of.__name__
+            assert second != first, loss_of.__name__
 
-@pytest.mark.parametrize("loss_of", [skipping, leaving_out])
-def test_sharded_parameters_have_two_orders_where_ranks_use_other_units(loss_of: Any) -> None:
-    """Why these have two communicators: each kind has one order, but how a backward mixes them is each rank's own."""
-    for every in run_world(2, lambda rank: issued(3, loss_of)):
-        assert of("all_gather", every[1]) == of("all_gather", every[0])
-        assert of("reduce_scatter", every[1]) == of("reduce_scatter", every[0])
-        assert every[1] != every[0]
+    run_world(2, run)

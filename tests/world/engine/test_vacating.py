@@ -50,11 +50,10 @@ def fit(net: Net, stage: Any) -> Any:
 
 
 @WIRES
-@pytest.mark.parametrize("stage", [2, 3])
-def test_no_buffer_is_left_between_steps(stage: int, shared: bool) -> None:
+def test_no_buffer_is_left_between_steps(shared: bool) -> None:
     def run(rank: int) -> list[Any]:
         pool.KEPT_NBYTES = 1  # in this process alone
-        return [buffer.place for buffer in fit(Net(), stage).means.pool if buffer.memory.numel()]
+        return [buffer.place for stage in (2, 3) for buffer in fit(Net(), stage).means.pool if buffer.memory.numel()]
 
     assert run_world(2, run, environment={} if shared else {SWITCH: "0"}) == [[], []]
 
@@ -89,15 +88,14 @@ class KeepsGradients(Net):
 
 
 @WIRES
-@pytest.mark.parametrize("parts", [1, 2])
-def test_a_gradient_that_is_kept_keeps_its_memory(shared: bool, parts: int) -> None:
-    def run(rank: int) -> tuple[list[bool], int]:
-        net = KeepsGradients(parts)
-        fit(net, 2)
-        return net.seen, net.refused
+def test_a_gradient_that_is_kept_keeps_its_memory(shared: bool) -> None:
+    def run(rank: int) -> None:
+        for parts in (1, 2):
+            net = KeepsGradients(parts)
+            fit(net, 2)
+            assert (net.seen, net.refused) == ([True] * 3, 4 * (parts - 1)), f"in {parts} parts"
 
-    expected = [True] * 3, 4 * (parts - 1)
-    assert run_world(2, run, environment={} if shared else {SWITCH: "0"}) == [expected] * 2
+    run_world(2, run, environment={} if shared else {SWITCH: "0"})
 
 
 class KeepsWeights(Net):
@@ -121,13 +119,13 @@ class KeepsWeights(Net):
 
 
 @WIRES
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_an_alias_of_a_weight_that_is_kept_keeps_its_memory(shared: bool, checkpointed: bool) -> None:
-    def run(rank: int) -> list[bool]:
-        net = KeepsWeights(checkpointed)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="A tensor that shares memory with")
-            fit(net, 3)
-        return net.seen
+def test_an_alias_of_a_weight_that_is_kept_keeps_its_memory(shared: bool) -> None:
+    def run(rank: int) -> None:
+        for checkpointed in (False, True):
+            net = KeepsWeights(checkpointed)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="A tensor that shares memory with")
+                fit(net, 3)
+            assert net.seen == [True] * 3, f"checkpointed: {checkpointed}"
 
-    assert run_world(2, run, environment={} if shared else {SWITCH: "0"}) == [[True] * 3] * 2
+    run_world(2, run, environment={} if shared else {SWITCH: "0"})

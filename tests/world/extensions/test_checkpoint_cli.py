@@ -14,7 +14,6 @@ from lightning_zero.checkpoint import save_checkpoint_directory
 from lightning_zero.checkpoint.consolidated import save_consolidated_file
 from lightning_zero.cli import main
 from lightning_zero.errors import readable_size
-from lightning_zero.extensions.inspection.contents import inspect_checkpoint
 from tests.helpers.samples import checkpoint, control, end_to_end, parameters
 from tests.helpers.script import run_forked
 from tests.helpers.world import run_world
@@ -128,24 +127,6 @@ def test_inspect_names_a_file_with_a_flipped_bit(damaged: Path, capsys: pytest.C
     assert code_of("inspect", damaged, "--no-verify") == 0
 
 
-@pytest.mark.parametrize("name", ["__1_0.distcp", "meta.bin", ".metadata"])
-def test_inspect_names_a_file_that_was_cut_off(damaged: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    (damaged / name).write_bytes((damaged / name).read_bytes()[:-1])
-
-    for options in ([], ["--no-verify"]):
-        assert code_of("inspect", damaged, *options) == 1
-        printed = capsys.readouterr()
-        assert name in printed.err
-        assert printed.err.startswith("lightning-zero inspect: error: ")
-        assert "rank 0" not in printed.err
-
-
-def test_inspect_of_a_damaged_record(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flip(damaged / "zero.json", 500)
-    assert code_of("inspect", damaged) == 1
-    assert "zero.json" in capsys.readouterr().err
-
-
 def test_inspect_of_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.ckpt").write_text("Dear diary")
     (tmp_path / "empty").mkdir()
@@ -247,13 +228,6 @@ def test_inspect_of_safetensors_says_that_there_are_no_checksums(
     assert code_of("inspect", tmp_path / "hf", "--no-verify") == 0
 
 
-def test_an_inspection_reads_no_tensor(source: Path) -> None:
-    """It is as fast for a checkpoint of any size."""
-    found = inspect_checkpoint(source / "folder")
-    assert (found.weights.numel, found.weights.shared) == (285, 1)
-    assert found.nbytes == sum(path.stat().st_size for path in (source / "folder").iterdir())
-
-
 @pytest.mark.parametrize(
     ("nbytes", "text"),
     [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (999_499, "999 kB"), (999_500, "1.00 MB"), (15 * 10**8, "1.50 GB")],
@@ -291,13 +265,6 @@ def test_consolidate_takes_every_option(source: Path, tmp_path: Path, capsys: py
     assert code_of("consolidate", source / "folder", tmp_path / "hf", *options) == 2
     assert "--overwrite" in capsys.readouterr().err
     assert code_of("consolidate", source / "folder", tmp_path / "hf", *options, "--overwrite") == 0
-
-
-def test_consolidate_of_a_damaged_source(damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (damaged / "__1_0.distcp").unlink()
-    assert code_of("consolidate", damaged, tmp_path / "c.ckpt") == 1
-    assert "__1_0.distcp" in capsys.readouterr().err
-    assert not (tmp_path / "c.ckpt").exists()
 
 
 @pytest.mark.parametrize(

@@ -272,9 +272,10 @@ def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(got[name], value), name
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("stage", "world_size", "dtype"),
+    [(1, 5, torch.float32), (1, 1, torch.bfloat16), (2, 2, torch.bfloat16), (3, 3, torch.float32)],
+)
 def test_weights_are_those_that_were_saved(
     tmp_path: Path, foreign: types.ModuleType, stage: int, world_size: int, dtype: torch.dtype
 ) -> None:
@@ -376,8 +377,7 @@ def test_names_of_nothing_that_is_known_are_not_called(tmp_path: Path, foreign: 
     assert not (tmp_path / "done").exists()
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(("stage", "world_size"), [(2, 1), (3, 3)])
 def test_the_universal_format_holds_the_same(
     tmp_path: Path, foreign: types.ModuleType, stage: int, world_size: int
 ) -> None:
@@ -401,17 +401,6 @@ def test_the_universal_format_holds_the_same(
     content[content.index(flat[60:65].numpy().tobytes()) + 2] ^= 1
     file.write_bytes(content)
     assert "zero/body.weight/exp_avg_sq.pt" in str(verify_checkpoint(folder))
-
-
-@pytest.mark.filterwarnings("ignore:Left out")
-def test_a_parameter_that_never_had_a_gradient_starts_afresh(tmp_path: Path, foreign: types.ModuleType) -> None:
-    save = Save(tmp_path / "c", 2, 2, foreign)
-    folder = save.universal()
-    for key in ("exp_avg", "exp_avg_sq", "step"):
-        (folder / "zero" / "scale" / f"{key}.pt").unlink()
-    (state,) = open_checkpoint(folder, control())["optimizer_states"]
-    assert state["state"].keys() == save.states["state"].keys() - {"scale"}
-    assert "scale" in state["param_groups"][1]["params"]
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -476,15 +465,8 @@ def elastic(save: Save) -> None:
 
 UNKNOWN: dict[str, tuple[int, Callable[[Save], Any], str]] = {
     "1-bit Adam": (1, keep("worker_error", torch.zeros(3)), "it keeps exp_avg, exp_avg_sq, worker_error, which no"),
-    "Lion": (3, lambda s: keep("exp_avg_sq", None)(s), "it keeps exp_avg, which no"),
     "LAMB": (2, option("max_coeff"), "it is that of LAMB"),
-    "Muon": (3, option("use_muon"), "it is that of Muon"),
     "elastic": (2, elastic, "it is elastic, without the options"),
-    "none": (
-        2,
-        lambda s: s.change(s.optimizer(0), lambda c: c["optimizer_state_dict"].pop("base_optimizer_state")),
-        "there is none",
-    ),
     "other groups": (
         3,
         lambda s: s.change(s.optimizer(0), lambda c: s.base_of(c)["param_groups"].pop()),
@@ -556,13 +538,7 @@ BAD: dict[str, tuple[int, Callable[[Save], Any], str]] = {
         lambda s: (s.folder / s.optimizer(1)).unlink(),
         r"not whole: 'zero_pp_rank_1\S*optim.*missing.*copy",
     ),
-    "no model of rank 1": (
-        3,
-        lambda s: (s.folder / s.model(3, 1)).unlink(),
-        r"'zero_pp_rank_1\S*model_states.*missing",
-    ),
     "no optimizer": (2, lambda s: [f.unlink() for f in s.folder.glob("*optim*")], r"zero_pp_rank_0\S*optim.*stage 0"),
-    "no module": (2, lambda s: (s.folder / s.model(2)).unlink(), r"zero_pp_rank_0_mp_rank_00_model_states.*missing"),
     "more ranks": (2, lambda s: s.write(s.optimizer(3), {}), r"several saves: '\S*rank_3\S*' is beyond the 3 ranks"),
     "two worlds": (
         2,
@@ -571,28 +547,14 @@ BAD: dict[str, tuple[int, Callable[[Save], Any], str]] = {
     ),
     "two steps": (3, lambda s: s.change(s.model(3, 2), lambda c: c.update(global_steps=4)), r"zero_pp_rank_2\S*model"),
     "two stages": (2, lambda s: s.write(s.model(3), {}), "several saves"),
-    "two precisions": (2, lambda s: s.write(f"bf16_{s.optimizer(0)}", {}), "several saves"),
-    "experts": (
-        2,
-        lambda s: s.change(s.optimizer(0), lambda c: c["optimizer_state_dict"].update(partition_count=[3, 1])),
-        r"zero_pp_rank_0\S* cannot be used: groups of ranks .*experts",
-    ),
-    "expert files": (2, lambda s: s.write("layer_0_expert_0_mp_rank_00_model_states.pt", {}), "mixture of experts"),
-    "model parallel": (2, lambda s: s.write("mp_rank_01_model_states.pt", {}), "of model parallelism"),
     "model parallel by size": (2, lambda s: s.change(s.model(2), lambda c: c.update(mp_world_size=2)), "parallelism"),
     "pipeline": (2, lambda s: s.change(s.model(2), lambda c: c.update(module=None)), "pipeline"),
     "universal, and not": (2, lambda s: (s.folder / "zero").mkdir(), r"several saves: it has .* and zero/optimizer_st"),
     "cut off": (2, lambda s: cut_off(s, s.optimizer(1)), r"zero_pp_rank_1\S* cannot be used"),
-    "no pickle": (2, lambda s: (s.folder / s.model(2)).write_bytes(b"x" * 500), r"mp_rank_00_model\S* cannot be used"),
     "no masters": (
         3,
         lambda s: s.change(s.optimizer(2), lambda c: c["optimizer_state_dict"].pop("fp32_flat_groups")),
         r"zero_pp_rank_2\S* cannot be used: `optimizer_state_dict.fp32_flat_groups` in it is a NoneType",
-    ),
-    "larger shape": (
-        2,
-        lambda s: s.change(s.model(2), lambda c: shapes(c, "body.weight", torch.Size((1 << 20, 1 << 20)))),
-        r"mp_rank_00\S* cannot be used: .*body.weight' cannot be put together",
     ),
     "huge part": (
         3,
@@ -601,12 +563,6 @@ BAD: dict[str, tuple[int, Callable[[Save], Any], str]] = {
         ],
         "scale' cannot be put together",
     ),
-    "smaller shape": (
-        2,
-        lambda s: s.change(s.model(2), lambda c: shapes(c, "body.bias", torch.Size((2,)))),
-        "elements",
-    ),
-    "no shape": (2, lambda s: s.change(s.model(2), lambda c: shapes(c, "scale", "x")), r"mp_rank_00\S* cannot be used"),
     "short part": (
         3,
         lambda s: s.change(
@@ -616,16 +572,6 @@ BAD: dict[str, tuple[int, Callable[[Save], Any], str]] = {
             ),
         ),
         "cannot be used",
-    ),
-    "a place for nothing": (
-        3,
-        lambda s: [s.change(s.model(3, r), lambda c: c["frozen_param_shapes"].pop("frozen.bias")) for r in range(3)],
-        r"does not say where the elements of 'frozen.bias' are",
-    ),
-    "no folder": (
-        2,
-        lambda s: (s.root / "latest").write_text("global_step9"),
-        "names the folder 'global_step9', which",
     ),
     "a way out": (
         2,
@@ -637,37 +583,12 @@ BAD: dict[str, tuple[int, Callable[[Save], Any], str]] = {
         lambda s: s.change(s.model(2), lambda c: c["module"].update(mean=Forged(1000, 1))),
         r"mp_rank_00\S* cannot be used: ValueError: a tensor of shape \(1000,\) claims more than its 12 bytes",
     ),
-    "one element over and over": (
-        2,
-        lambda s: s.change(s.model(2), lambda c: c["module"].update(mean=Forged(1 << 40, 0))),
-        r"cannot be used: RuntimeError: .*you tried to allocate 4398046511104 bytes",
-    ),
     "short state": (
         3,
         keep("exp_avg", torch.zeros(9)),
         r"cannot be used: ValueError: 'exp_avg of embed.weight' cannot be put together",
     ),
-    "long state": (
-        1,
-        keep("exp_avg_sq", torch.zeros(99)),
-        r"zero_pp_rank_0\S* cannot be used: its exp_avg_sq of group 0 has 99 elements, it steps 56",
-    ),
-    "no state of one": (
-        2,
-        lambda s: s.change(s.optimizer(1), lambda c: s.base_of(c)["state"].pop(1)),
-        "cannot be used: ValueError: of group 1 ranks keep",
-    ),
-    "steps of two": (
-        2,
-        lambda s: s.change(s.optimizer(1), lambda c: s.base_of(c)["state"][0].update(step=9)),
-        "cannot be used: ValueError: of group 0 ranks keep .* at the steps .*9",
-    ),
     "a large step": (3, keep("step", torch.zeros(5)), r"cannot be used: ValueError: a step has the shape \(5,\)"),
-    "no tensor": (
-        2,
-        keep("exp_avg", 3),
-        r"zero_pp_rank_0\S* cannot be used: `optimizer_state_dict.base_optimizer_state.state.0.exp_avg` in it is a int",
-    ),
     "an empty folder": (
         2,
         lambda s: [f.unlink() for f in s.folder.iterdir()],
@@ -678,21 +599,8 @@ BAD: dict[str, tuple[int, Callable[[Save], Any], str]] = {
 
 UNIVERSAL: dict[str, tuple[int, Callable[[Save, Path], Any], str]] = {
     "no options": (2, lambda s, f: (f / "optimizer_state.pt").unlink(), "'zero/optimizer_state.pt' is missing"),
-    "no weight": (3, lambda s, f: (f / "scale" / "fp32.pt").unlink(), "'zero/scale/fp32.pt' is missing"),
     "no state": (2, lambda s, f: (f / "scale" / "exp_avg.pt").unlink(), "'zero/scale/exp_avg.pt' is missing"),
-    "no state at all": (
-        3,
-        lambda s, f: [(f / "scale" / f"{key}.pt").unlink() for key in ("exp_avg", "exp_avg_sq")],
-        "'zero/scale/exp_avg.pt' is missing",
-    ),
     "cut off": (2, lambda s, f: cut_off(s, f"{f}/scale/exp_avg_sq.pt"), r"zero/scale/exp_avg_sq.pt' cannot be used"),
-    "no tensor": (2, lambda s, f: torch.save([], f / "scale" / "fp32.pt"), r"zero/scale/fp32.pt' cannot be used"),
-    "another size": (
-        3,
-        lambda s, f: torch.save(torch.zeros(14), f / "body.bias" / "exp_avg.pt"),
-        r"body.bias/exp_avg.pt' cannot be used: it has 14 elements, the parameter has the shape \(13,\)",
-    ),
-    "a large step": (2, lambda s, f: torch.save(torch.zeros(5), f / "scale" / "step.pt"), "a step has the shape"),
     "a way out": (
         3,
         lambda s, f: [
@@ -729,15 +637,6 @@ def test_what_is_not_one_whole_save_of_zero_is_refused_by_name(
         open_checkpoint(save.root, control())
 
 
-def test_a_changed_byte_is_found(tmp_path: Path, foreign: types.ModuleType) -> None:
-    save = Save(tmp_path / "c", 2, 2, foreign)
-    file = save.folder / save.optimizer(1)
-    content = bytearray(file.read_bytes())
-    content[content.index(save.values["body.weight"].flatten()[60:65].numpy().tobytes()) + 2] ^= 1
-    file.write_bytes(content)
-    assert save.optimizer(1) in str(verify_checkpoint(save.root))
-
-
 def resumed(strategy: Any, path: Any, build: Callable[[], Any] = Net) -> dict[str, Any]:
     """What the second epoch of a run makes of a checkpoint after the first."""
     module = build()
@@ -747,7 +646,7 @@ def resumed(strategy: Any, path: Any, build: Callable[[], Any] = Net) -> dict[st
     return {"losses": module.losses, "weights": values_of(module), "states": states, "step": trainer.global_step}
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.thorough), 3])
 def test_a_run_goes_on_as_from_an_ordinary_checkpoint(tmp_path: Path, foreign: types.ModuleType, stage: int) -> None:
     """From the directory, the file that is made of it, and the universal format: every bit of losses and moments."""
 
@@ -791,10 +690,9 @@ def test_a_run_goes_on_as_from_an_ordinary_checkpoint(tmp_path: Path, foreign: t
             assert_same(made["ddp, file"]["states"][0]["state"][number], state)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_run_begins_with_the_weights(tmp_path: Path, foreign: types.ModuleType, stage: int) -> None:
+def test_a_run_begins_with_the_weights(tmp_path: Path, foreign: types.ModuleType) -> None:
     values = {name: value.detach().clone() for name, value in Net(seed=8).state_dict().items()}
-    save = Save(tmp_path / "c.ckpt", stage, 3, foreign, values=values)
+    save = Save(tmp_path / "c.ckpt", 3, 3, foreign, values=values)
 
     def play(rank: int) -> Any:
         first: list[dict[str, Tensor]] = []
@@ -847,9 +745,7 @@ def deepspeed(*arguments: Any) -> None:
 ENVIRONMENT = {**os.environ, "DS_ACCELERATOR": "cpu"}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "precision", "world_size"), [(1, "fp32", 2), (2, "fp32", 3), (3, "bf16", 2)])
 def test_what_deepspeed_saves(tmp_path: Path, stage: int, precision: str, world_size: int) -> None:
     """The same weights and moments as by its own scripts."""
     pytest.importorskip("deepspeed")

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm import Collectives, GlooCollectives, Groups, LocalCollectives, Pending, Streams
 from lightning_zero.config import Tier
-from lightning_zero.optim.whole import WholeParameters, WholeState
+from lightning_zero.optim.whole import WholeParameters
 from lightning_zero.plan import FlatLayout, ParameterSpec, Rest, deal_out
 from lightning_zero.shards.slice import FlatParameters, Slice
 from tests.helpers.rig import RowNormalised
@@ -107,10 +107,6 @@ def step_once(
     whole.leave()
 
 
-def states_of(whole: WholeParameters, optimizer: Optimizer) -> list[Any]:
-    return [optimizer.state.get(p) if (p := whole.owned(entry)) is not None else None for entry in whole.places]
-
-
 def one_process(make: Make, shapes: dict[str, tuple[int, ...]]) -> list[Tensor]:
     params = [nn.Parameter(value) for value in values(shapes, 0)]
     optimizer = make(params)
@@ -147,100 +143,8 @@ def test_same_bits_as_one_process(world_size: int, round_nbytes: int) -> None:
             assert torch.equal(torch.cat([found[name][index] for found in ranks]), expected.reshape(-1)), name
 
 
-def test_resume_in_another_world() -> None:
-    """Ten steps in a world of 3, state through slices, ten more in a world of 2: the bits of twenty in one process."""
-
-    def first(rank: int) -> Any:
-        found, wire = {}, make_collectives(rank, 3)
-        for name, (make, shapes) in OPTIMIZERS.items():
-            entries = make_entries(dict(zip(shapes, values(shapes, 0), strict=True)), rank, 3)
-            whole = WholeParameters(entries, wire, round_nbytes=1000)
-            optimizer = make_optimizer(make, owned(whole))
-            for step in range(STEPS // 2):
-                step_once(whole, optimizer, entries, gradients(shapes, step))
-            saved = whole.state_to_slices(states_of(whole, optimizer))
-            found[name] = [entry.data for entry in entries], [(state.slices, state.values) for state in saved]
-        return found
-
-    halves = run_world(3, first)
-
-    def second(rank: int) -> dict[str, list[Tensor]]:
-        found, wire = {}, make_collectives(rank, 2)
-        for name, (make, shapes) in OPTIMIZERS.items():
-            shards, states = (list(zip(*(half[name][part] for half in halves), strict=True)) for part in (0, 1))
-            full = [torch.cat(parts).view(shape) for parts, shape in zip(shards, shapes.values(), strict=True)]
-            entries = make_entries(dict(zip(shapes, full, strict=True)), rank, 2)
-            whole = WholeParameters(entries, wire)
-            optimizer = make_optimizer(make, owned(whole))
-            restored = []
-            for entry, parts in zip(entries, states, strict=True):
-                slices = {key: torch.cat([piece[key] for piece, _ in parts]) for key in parts[0][0]}
-                cut_again = {key: entry.of(value) for key, value in slices.items()}
-                restored.append(WholeState(slices=cut_again, values=parts[0][1]))
-            for entry, state in zip(entries, whole.state_from_slices(restored), strict=True):
-                parameter = whole.owned(entry)
-                assert (state is None) == (parameter is None), name
-                if parameter is not None and state:
-                    optimizer.state[parameter] = state
-            for step in range(STEPS // 2, STEPS):
-                step_once(whole, optimizer, entries, gradients(shapes, step))
-            found[name] = [entry.data for entry in entries]
-        return found
-
-    ranks = run_world(2, second)
-    for name, (make, shapes) in OPTIMIZERS.items():
-        for index, expected in enumerate(one_process(make, shapes)):
-            assert torch.equal(torch.cat([found[name][index] for found in ranks]), expected.reshape(-1)), name
-
-
-def test_dtypes_travel_apart_and_unchanged() -> None:
-    def exchange(rank: int) -> list[Tensor]:
-        masters = {
-            f"{dtype}": values({"x": (7, 5)}, 3, dtype)[0] for dtype in (torch.float32, torch.bfloat16, torch.float64)
-        }
-        entries = make_entries(masters, rank, 3)
-        whole = WholeParameters(entries, make_collectives(rank, 3), round_nbytes=64)
-        for parameter in owned(whole):
-            assert torch.equal(parameter, masters[f"{parameter.dtype}"])
-            parameter.data.mul_(2)
-        whole.publish()
-        return [entry.data for entry in entries]
-
-    ranks = run_world(3, exchange)
-    for index, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64)):
-        expected = values({"x": (7, 5)}, 3, dtype)[0].mul(2).reshape(-1)
-        assert torch.equal(torch.cat([shards[index] for shards in ranks]), expected)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Pieces
-
-
-def test_load_follows_masters_written_from_outside() -> None:
-    def reload(rank: int) -> None:
-        entries = make_entries({"a": torch.zeros(4, 4), "b": torch.zeros(3)}, rank, 2)
-        whole = WholeParameters(entries, make_collectives(rank, 2))
-        before = [whole.owned(entry) for entry in entries]
-        for entry in entries:
-            entry.data.fill_(5.0)
-        whole.load()
-        for entry, parameter in zip(entries, before, strict=True):
-            assert whole.owned(entry) is parameter
-            assert parameter is None or bool((parameter == 5).all())
-
-    run_world(2, reload)
-
-
-def test_share_gives_every_rank_the_owners_value() -> None:
-    def share(rank: int) -> list[Any]:
-        entries = make_entries(dict(zip(MIXED, values(MIXED, 0), strict=True)), rank, 3)
-        whole = WholeParameters(entries, make_collectives(rank, 3))
-        mine = [{"rank": rank, "row": torch.full((2,), float(rank))} for _ in entries]
-        assert [value["rank"] for value in whole.share(mine)] == deal_out([entry.spec.numel for entry in entries], 3)
-        return [value["row"].tolist() for value in whole.share(mine)]
-
-    first, *others = run_world(3, share)
-    assert all(other == first for other in others)
 
 
 class Measured(LocalCollectives):
@@ -311,3 +215,22 @@ def test_state_that_not_every_rank_expects() -> None:
     whole = WholeParameters(entries, LocalCollectives())
     with pytest.raises(RuntimeError, match="must not depend on the rank"):
         whole.to_slices([None], [torch.float32])
+
+
+def test_dtypes_travel_apart_and_unchanged() -> None:
+    def exchange(rank: int) -> list[Tensor]:
+        masters = {
+            f"{dtype}": values({"x": (7, 5)}, 3, dtype)[0] for dtype in (torch.float32, torch.bfloat16, torch.float64)
+        }
+        entries = make_entries(masters, rank, 3)
+        whole = WholeParameters(entries, make_collectives(rank, 3), round_nbytes=64)
+        for parameter in owned(whole):
+            assert torch.equal(parameter, masters[f"{parameter.dtype}"])
+            parameter.data.mul_(2)
+        whole.publish()
+        return [entry.data for entry in entries]
+
+    ranks = run_world(3, exchange)
+    for index, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64)):
+        expected = values({"x": (7, 5)}, 3, dtype)[0].mul(2).reshape(-1)
+        assert torch.equal(torch.cat([shards[index] for shards in ranks]), expected)
