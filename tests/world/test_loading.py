@@ -880,3 +880,43 @@ def test_a_strategy_that_reads_files_says_what_makes_one(strategy: str, tmp_path
         trainer.strategy.load_checkpoint(url)
     with pytest.raises(IsADirectoryError):
         trainer.strategy.load_checkpoint(tmp_path)
+
+
+def test_a_damaged_file_is_named_and_not_called_a_wrong_shape(tmp_path: Path) -> None:
+    _, directory = saved(Mlp(), tmp_path)
+    (data,) = directory.glob("*.distcp")
+    content = bytearray(data.read_bytes())
+    weight = load_full_state_dict(directory)["layers.0.weight"]
+    place = bytes(content).index(weight.numpy().tobytes())
+    content[place] ^= 1
+    data.write_bytes(content)
+
+    with pytest.raises(CheckpointError, match=rf"{data.name}' is damaged.*layers\.0\.weight") as caught:
+        load_from_checkpoint(Mlp, directory, verify=True)
+    assert "size mismatch" not in str(caught.value)
+
+
+def test_one_name_of_a_tied_weight_is_enough(tmp_path: Path) -> None:
+    """As safetensors files hold it."""
+    weight = torch.rand(5, 3)
+    save_file({"embedding.weight": weight}, tmp_path / "model.safetensors")
+
+    module = load_from_checkpoint(Tied, tmp_path / "model.safetensors")
+
+    assert torch.equal(module.head.weight, weight)
+    assert module.head.weight is module.embedding.weight
+
+
+def test_compiled_blocks_that_were_left_out(tmp_path: Path) -> None:
+    class Frozen(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = torch.compile(nn.Linear(2, 2), backend="eager"), nn.Linear(2, 2)
+
+    left_out = {"excluded_frozen": ["layer.weight", "layer.bias"]}
+    state = {f"head.{name}": value for name, value in nn.Linear(2, 2).state_dict().items()}
+    checkpoint = {"state_dict": state, "lightning_zero": left_out}
+    save_checkpoint_directory(checkpoint, tmp_path / "head.ckpt", ControlGroup(None), plan_summary={})
+
+    with pytest.warns(UserWarning, match="2 of them keep the values"):
+        load_from_checkpoint(Frozen, tmp_path / "head.ckpt")

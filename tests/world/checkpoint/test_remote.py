@@ -298,3 +298,10 @@ def test_a_web_server_is_refused_before_it_is_asked(url: str) -> None:
     with pytest.raises(CheckpointError, match=refusal):
         save_checkpoint_directory({"state_dict": {}}, url, control(), plan_summary={})
     assert not is_checkpoint_directory_at(url)
+
+
+def test_a_single_file_is_removed_too() -> None:
+    system = fsspec.filesystem("memory")
+    system.pipe_file("/bucket/a.ckpt", b"x")
+    remove("memory://bucket/a.ckpt")
+    assert not system.exists("/bucket/a.ckpt")

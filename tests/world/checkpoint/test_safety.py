@@ -148,19 +148,24 @@ def naming(module: str, name: str) -> bytes:
     return b"\x80\x04" + b"".join(texts) + b"\x93\x8c\x01x\x85R."
 
 
-FORBIDDEN = """
-    builtins.eval builtins.setattr os.system functools.partial collections.OrderedDict torch.load torch.Tensor torch.os
-    torch:Size.__class__ torch:float32.__class__ torch.serialization:_get_layout.__globals__
-    torch.distributed.checkpoint.metadata.os torch.distributed.checkpoint.metadata:Metadata.__init__.__globals__
-    torch.distributed.checkpoint.filesystem.pickle pathlib:PosixPath.read_text pathlib:os.system
-""".split()
+FORBIDDEN = {
+    "builtins": ["eval", "setattr", "list"],
+    "os": ["system"],
+    "functools": ["partial"],
+    "collections": ["OrderedDict"],
+    "torch": ["load", "Tensor", "os", "Size.__class__", "float32.__class__"],
+    "torch.serialization": ["_get_layout.__globals__", "os.system"],
+    "torch.distributed.checkpoint.metadata": ["os", "Metadata.__init__", "Metadata.__init__.__globals__"],
+    "torch.distributed.checkpoint.filesystem": ["os", "pickle"],
+    "pathlib": ["PosixPath.read_text", "os.system"],
+}
 
 
-@pytest.mark.parametrize("path", FORBIDDEN)
-def test_a_name_that_is_not_on_the_list(path: str) -> None:
-    module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
-    with pytest.raises(ValueError, match=f"names {module}.{name}, which does not belong".replace(".", r"\.")):
-        parse_metadata(naming(module, name))
+@pytest.mark.parametrize("module", FORBIDDEN)
+def test_a_name_that_is_not_on_the_list(module: str) -> None:
+    for name in FORBIDDEN[module]:
+        with pytest.raises(ValueError, match=f"names {module}.{name}, which does not belong".replace(".", r"\.")):
+            parse_metadata(naming(module, name))
 
 
 @pytest.mark.parametrize(

@@ -268,3 +268,15 @@ def test_a_file_and_a_directory_replace_each_other(tmp_path: Path, kind: str) ->
     assert {path.name for path in tmp_path.iterdir()} == {"c", "c.old", "c.old.old"}
     assert (tmp_path / "c.old" / "x").exists()
     assert (tmp_path / "c" / "zero.json" if kind == "file" else tmp_path / "c").read_text() == "new"
+
+
+def test_offsets_beyond_4_gib_are_those_that_torch_computes(tmp_path: Path) -> None:
+    """From there on torch leaves 8 more bytes after every tensor."""
+    content = [Hole(0, torch.uint8, (2**32,)), Hole(1, torch.uint8, (3,)), Hole(2, torch.uint8, (3,))]
+    layout = TorchFile(content)
+    write_sparse(tmp_path / "f", layout)
+    reader = torch._C.PyTorchFileReader(str(tmp_path / "f"))
+    end = reader.get_record_offset("data/0") + 2**32 + 24
+    second = reader.get_record_offset_no_read(end, "data/1", 3, 64)
+    third = reader.get_record_offset_no_read(second + 3 + 24, "data/2", 3, 64)
+    assert [place.offset for place in layout.places[1:]] == [second, third]

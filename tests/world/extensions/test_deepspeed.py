@@ -547,6 +547,8 @@ BAD: dict[str, tuple[int, Callable[[Save], Any], str]] = {
     ),
     "two steps": (3, lambda s: s.change(s.model(3, 2), lambda c: c.update(global_steps=4)), r"zero_pp_rank_2\S*model"),
     "two stages": (2, lambda s: s.write(s.model(3), {}), "several saves"),
+    "expert files": (2, lambda s: s.write("layer_0_expert_0_mp_rank_00_model_states.pt", {}), "mixture of experts"),
+    "model parallel": (2, lambda s: s.write("mp_rank_01_model_states.pt", {}), "of model parallelism"),
     "model parallel by size": (2, lambda s: s.change(s.model(2), lambda c: c.update(mp_world_size=2)), "parallelism"),
     "pipeline": (2, lambda s: s.change(s.model(2), lambda c: c.update(module=None)), "pipeline"),
     "universal, and not": (2, lambda s: (s.folder / "zero").mkdir(), r"several saves: it has .* and zero/optimizer_st"),
@@ -823,3 +825,23 @@ def test_a_run_of_deepspeed_goes_on(tmp_path: Path, stage: int, kind: str, world
         theirs = torch.load(out / f"losses_{rank}.pt")
         for values in losses.values():
             torch.testing.assert_close(torch.stack(values), theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Left out")
+def test_a_parameter_that_never_had_a_gradient_starts_afresh(tmp_path: Path, foreign: types.ModuleType) -> None:
+    save = Save(tmp_path / "c", 2, 2, foreign)
+    folder = save.universal()
+    for key in ("exp_avg", "exp_avg_sq", "step"):
+        (folder / "zero" / "scale" / f"{key}.pt").unlink()
+    (state,) = open_checkpoint(folder, control())["optimizer_states"]
+    assert state["state"].keys() == save.states["state"].keys() - {"scale"}
+    assert "scale" in state["param_groups"][1]["params"]
+
+
+def test_a_changed_byte_is_found(tmp_path: Path, foreign: types.ModuleType) -> None:
+    save = Save(tmp_path / "c", 2, 2, foreign)
+    file = save.folder / save.optimizer(1)
+    content = bytearray(file.read_bytes())
+    content[content.index(save.values["body.weight"].flatten()[60:65].numpy().tobytes()) + 2] ^= 1
+    file.write_bytes(content)
+    assert save.optimizer(1) in str(verify_checkpoint(save.root))
