@@ -24,6 +24,7 @@ from lightning_zero.errors import CheckpointError
 from lightning_zero.loading import load_from_checkpoint
 from lightning_zero.session.state import ModuleState, load_initial_weights
 from tests.helpers.cases import WIDTH, Stack
+from tests.helpers.rows import Row, in_one_world
 from tests.helpers.runs import STAGES, Net, assert_same, batches, made, quiet, raised, values_of, zero
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
@@ -84,9 +85,8 @@ def without(result: dict[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------ the same model
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_run_with_initial_weights_is_one_whose_module_had_them(world_size: int, base: Base) -> None:
-    """Bit for bit: weights, losses, and so a fresh optimizer and step 0; in every stage and world."""
+def a_run_with_initial_weights_is_one_whose_module_had_them(base: Base) -> Row:
+    """Bit for bit: weights, losses, and so a fresh optimizer and step 0."""
 
     def play(rank: int) -> dict[str, Any]:
         results = {}
@@ -97,7 +97,7 @@ def test_a_run_with_initial_weights_is_one_whose_module_had_them(world_size: int
             results[f"{name} expected"] = without(fitted(module, stage))
         return results
 
-    results = run_world(world_size, play, timeout=120)
+    results = yield play
     for name in STAGES:
         assert_same(results, [name], expected=f"{name} expected")
         for result in results:
@@ -127,7 +127,7 @@ def write_sources(base: Base, folder: Path) -> dict[str, Path]:
     return sources
 
 
-def test_every_kind_of_checkpoint_gives_the_weights(base: Base, tmp_path: Path) -> None:
+def every_kind_of_checkpoint_gives_the_weights(base: Base, tmp_path: Path) -> Row:
     sources = write_sources(base, tmp_path)
 
     def play(rank: int) -> dict[str, dict[str, Tensor]]:
@@ -137,14 +137,14 @@ def test_every_kind_of_checkpoint_gives_the_weights(base: Base, tmp_path: Path) 
             for kind, path in sources.items()
         }
 
-    for results in run_world(2, play, timeout=120):
+    for results in (yield play):
         assert results.keys() == sources.keys()
         for kind, values in results.items():
             for name, value in base.values.items():
                 assert torch.equal(values[name], value), (kind, name)
 
 
-def test_a_name_of_a_tied_weight_that_is_not_stored(base: Base, tmp_path: Path) -> None:
+def a_name_of_a_tied_weight_that_is_not_stored(base: Base, tmp_path: Path) -> Row:
     """As safetensors files hold tied weights. Strict, and without a warning."""
 
     class Tied(Stack):
@@ -161,7 +161,7 @@ def test_a_name_of_a_tied_weight_that_is_not_stored(base: Base, tmp_path: Path) 
             fitted(Net(Tied, seed=5), 3, policy(path, strict=strict), max_steps=1)["first"] for strict in (True, False)
         ]
 
-    for results in run_world(2, play):
+    for results in (yield play):
         for values in results:
             for name, value in stored.items():
                 assert torch.equal(values[name], value), name
@@ -175,10 +175,10 @@ class Wide(nn.Module):
         self.layers = nn.Sequential(nn.Linear(1024, 512, bias=False), nn.Linear(512, 1024, bias=False))
 
 
-def test_a_rank_reads_its_own_slices_only(tmp_path: Path) -> None:
+def a_rank_reads_its_own_slices_only(tmp_path: Path) -> Row:
     """From a Hugging Face directory in ``bfloat16``: 2 MiB, of which each of two ranks needs 1."""
     hub = tmp_path / "hub"
-    hub.mkdir()
+    hub.mkdir(parents=True)
     torch.manual_seed(4)
     stored = {name: value.bfloat16() for name, value in Wide().state_dict().items()}
     save_file(stored, hub / "model.safetensors")
@@ -201,14 +201,14 @@ def test_a_rank_reads_its_own_slices_only(tmp_path: Path) -> None:
             values = values_of(module)
         return amounts, values
 
-    for amounts, values in run_world(2, play):
+    for amounts, values in (yield play):
         for amount in amounts:
             assert 2**20 <= amount < 1.1 * 2**20
         for name, value in stored.items():
             assert torch.equal(values[f"model.{name}"], value.float()), name
 
 
-def test_a_module_on_the_meta_device(base: Base) -> None:
+def a_module_on_the_meta_device(base: Base) -> Row:
     class Late(Net):
         def __init__(self) -> None:
             super().__init__(nn.Identity)
@@ -221,7 +221,7 @@ def test_a_module_on_the_meta_device(base: Base) -> None:
     def play(rank: int) -> dict[str, Tensor]:
         return fitted(Late(), 3, policy(base.path), max_steps=1)["first"]
 
-    (values, _) = run_world(2, play)
+    (values, _) = yield play
     for name, value in base.values.items():
         assert torch.equal(values[name], value), name
 
@@ -245,14 +245,14 @@ class NewHead(Stack):
         return self.head(self.norm(self.run(self.back(self.stem(x)))))
 
 
-def test_what_does_not_fit_keeps_its_values_and_is_named_once(base: Base) -> None:
+def what_does_not_fit_keeps_its_values_and_is_named_once(base: Base) -> Row:
     def play(rank: int) -> Any:
         with warnings.catch_warnings(record=True) as noted:
             warnings.simplefilter("always")
             values = fitted(Net(NewHead, seed=5), 3, policy(base.path, strict=False), max_steps=1)["first"]
         return [str(warning.message) for warning in noted if "Initial weights" in str(warning.message)], values
 
-    (told, values), (told_elsewhere, _) = run_world(2, play)
+    (told, values), (told_elsewhere, _) = yield play
 
     own = dict(Net(NewHead, seed=5).state_dict())
     for name, value in values.items():
@@ -271,8 +271,8 @@ def test_what_does_not_fit_keeps_its_values_and_is_named_once(base: Base) -> Non
     assert f" and {len(gone) - 4} more" in message
 
 
-def failures(base: Base, build: Callable[[], nn.Module], checkpoint: CheckpointPolicy) -> list[str]:
-    """What each of two ranks raised."""
+def refused_everywhere(build: Callable[[], nn.Module], checkpoint: CheckpointPolicy, *parts: str) -> Row:
+    """The error of each rank begins with the first part, and has all of the others."""
 
     def play(rank: int) -> list[str]:
         errors: list[str] = []
@@ -280,56 +280,20 @@ def failures(base: Base, build: Callable[[], nn.Module], checkpoint: CheckpointP
             fitted(Net(build), 3, checkpoint)
         return errors
 
-    return [error for errors in run_world(2, play) for error in errors]
+    for (error,) in (yield play):
+        assert error.startswith(parts[0]), error
+        assert all(part in error for part in parts), error
 
 
-def test_what_does_not_fit_is_an_error_on_every_rank(base: Base) -> None:
-    errors = failures(base, NewHead, policy(base.path))
-
-    assert len(errors) == 2
-    for error in errors:
-        assert error.startswith("RuntimeError: The initial weights")
-        assert "CheckpointPolicy(strict_initial_weights=False)" in error
-        assert "size mismatch for model.stem.weight" in error
-        assert '"model.norm.weight"' in error
-        assert '"model.head.bias"' in error
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_weights_of_something_else_are_never_ignored(strict: bool, base: Base, tmp_path: Path) -> None:
-    """Without a single name that fits, a run would begin with random weights, and look as if it had not."""
-    save_file({"decoder.weight": torch.zeros(2), "decoder.bias": torch.zeros(1)}, tmp_path / "other.safetensors")
-
-    errors = failures(base, Stack, policy(tmp_path / "other.safetensors", strict=strict))
-
-    assert len(errors) == 2
-    for error in errors:
-        assert error.startswith("RuntimeError: ")
-        assert "decoder.weight" in error
-        assert "model.stem.weight" in error
-
-
-def test_a_path_with_nothing_is_an_error_on_every_rank(base: Base, tmp_path: Path) -> None:
-    errors = failures(base, Stack, policy(tmp_path / "nowhere.ckpt"))
-
-    assert [error.split(":")[0] for error in errors] == ["CheckpointError"] * 2
-    assert "nowhere.ckpt" in errors[0]
-
-
-def test_a_damaged_file_is_an_error_on_every_rank_that_names_it(base: Base, tmp_path: Path) -> None:
-    damaged = shutil.copytree(base.path, tmp_path / "damaged.ckpt")
+def damaged_file(base: Base, folder: Path) -> tuple[Path, str]:
+    """A copy of the checkpoint with one wrong bit, and the name of the file that has it."""
+    damaged = shutil.copytree(base.path, folder / "damaged.ckpt")
     start = base.values["model.stem.weight"].numpy().tobytes()[:16]
     (file,) = (file for file in damaged.glob("*.distcp") if start in file.read_bytes())
     content = bytearray(file.read_bytes())
     content[content.index(start)] ^= 1
     file.write_bytes(content)
-
-    errors = failures(base, Stack, policy(damaged, verify=True))
-
-    assert len(errors) == 2
-    for error in errors:
-        assert error.startswith("CheckpointError: ")
-        assert f"{file.name}' is damaged" in error
+    return damaged, file.name
 
 
 # ------------------------------------------------------------------------------------------------------- a frozen base
@@ -365,8 +329,7 @@ class FineTuned(Net):
 ADAPTERS = ["model.adapter.down.weight", "model.adapter.up.weight"]
 
 
-@pytest.mark.parametrize("stage", STAGES.values())
-def test_adapters_are_saved_alone_and_resumed_on_their_base(stage: int, base: Base, tmp_path: Path) -> None:
+def adapters_are_saved_alone_and_resumed_on_their_base(stage: int, base: Base, tmp_path: Path) -> Row:
     """The run that was stopped goes on as the one that was not; its base comes from the initial weights again."""
     settings = policy(base.path, strict=False, exclude_frozen=True)
 
@@ -384,7 +347,7 @@ def test_adapters_are_saved_alone_and_resumed_on_their_base(stage: int, base: Ba
         told = [str(warning.message) for warning in noted]
         return without(whole), without(stopped), without(resumed), told
 
-    for rank, (whole, stopped, resumed, told) in enumerate(run_world(2, play, timeout=120)):
+    for rank, (whole, stopped, resumed, told) in enumerate((yield play)):
         for name, value in base.values.items():
             for result in (whole, stopped, resumed):
                 assert torch.equal(result["weights"][name], value), name
@@ -403,26 +366,7 @@ def test_adapters_are_saved_alone_and_resumed_on_their_base(stage: int, base: Ba
     assert list(optimizer["state"]) == ADAPTERS
 
 
-@pytest.mark.parametrize("form", ["sharded", "consolidated"])
-def test_adapters_in_one_process_on_their_base(form: Any, base: Base, tmp_path: Path) -> None:
-    settings = policy(base.path, strict=False, exclude_frozen=True, format=form)
-
-    def play(rank: int) -> dict[str, Tensor]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            result = fitted(FineTuned(), 3, settings)
-        result["trainer"].save_checkpoint(tmp_path / "adapters.ckpt")
-        return result["weights"]
-
-    values = run_world(2, play)[0]
-
-    assert (tmp_path / "adapters.ckpt").is_dir() == (form == "sharded")
-    module = load_from_checkpoint(FineTuned, tmp_path / "adapters.ckpt", initial_weights=base.path, seed=7)
-    for name, value in module.state_dict().items():
-        assert torch.equal(value, values[name]), name
-
-
-def test_initial_weights_do_not_undo_training(base: Base) -> None:
+def initial_weights_do_not_undo_training(base: Base) -> Row:
     """A second fit shards the module anew, because parameters were thawed or the stage is another one."""
 
     def play(rank: int) -> Any:
@@ -434,40 +378,81 @@ def test_initial_weights_do_not_undo_training(base: Base) -> None:
         third = fitted(module, 2, policy(base.path), max_epochs=1)
         return first["weights"], second["first"], second["weights"], third["first"]
 
-    for trained, thawed, longer, other_stage in run_world(2, play):
+    for trained, thawed, longer, other_stage in (yield play):
         for name, value in trained.items():
             assert torch.equal(thawed[name], value), name
             assert torch.equal(other_stage[name], longer[name]), name
 
 
-def test_a_resumed_run_does_not_return_to_the_initial_weights(base: Base, tmp_path: Path) -> None:
+def a_resumed_run_does_not_return_to_the_initial_weights(base: Base, path: Path) -> Row:
     def play(rank: int) -> Any:
         whole = fitted(Net(seed=5), 3, policy(base.path), max_epochs=2)
         stopped = fitted(Net(seed=5), 3, policy(base.path), max_epochs=1)
-        stopped["trainer"].save_checkpoint(tmp_path / "stopped.ckpt")
-        resumed = fitted(Net(seed=6), 3, policy(base.path), max_epochs=2, ckpt_path=tmp_path / "stopped.ckpt")
+        stopped["trainer"].save_checkpoint(path)
+        resumed = fitted(Net(seed=6), 3, policy(base.path), max_epochs=2, ckpt_path=path)
         return whole["weights"], stopped["weights"], resumed["first"], resumed["weights"]
 
-    for whole, stopped, first, resumed in run_world(2, play, timeout=120):
+    for whole, stopped, first, resumed in (yield play):
         for name, value in base.values.items():
             assert torch.equal(first[name], stopped[name]), name
             assert not torch.equal(first[name], value), name
             assert torch.equal(resumed[name], whole[name]), name
 
 
-def test_adapters_without_their_base_are_no_initial_weights(base: Base, tmp_path: Path) -> None:
-    """The message says what was left out, so that nobody looks for a wrong name."""
+def test_begin_with_the_weights_of_another_run(base: Base, tmp_path: Path) -> None:
+    in_one_world(
+        2,
+        a_run_with_initial_weights_is_one_whose_module_had_them(base),
+        every_kind_of_checkpoint_gives_the_weights(base, tmp_path),
+        a_name_of_a_tied_weight_that_is_not_stored(base, tmp_path),
+        a_rank_reads_its_own_slices_only(tmp_path / "own"),
+        a_module_on_the_meta_device(base),
+        what_does_not_fit_keeps_its_values_and_is_named_once(base),
+        *(adapters_are_saved_alone_and_resumed_on_their_base(stage, base, tmp_path / str(stage)) for stage in (1, 3)),
+        initial_weights_do_not_undo_training(base),
+        a_resumed_run_does_not_return_to_the_initial_weights(base, tmp_path / "stopped.ckpt"),
+    )
 
-    def save(rank: int) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            settings = policy(base.path, strict=False, exclude_frozen=True)
-            fitted(FineTuned(), 3, settings, max_steps=1)["trainer"].save_checkpoint(tmp_path / "adapters.ckpt")
 
-    run_world(1, save)
+def test_weights_that_cannot_be_those_of_the_module(base: Base, tmp_path: Path) -> None:
+    """Without a single name that fits, a run would begin with random weights, and look as if it had not."""
+    other = tmp_path / "other.safetensors"
+    save_file({"decoder.weight": torch.zeros(2), "decoder.bias": torch.zeros(1)}, other)
+    damaged, file = damaged_file(base, tmp_path)
+    misfit = ("size mismatch for model.stem.weight", '"model.norm.weight"', '"model.head.bias"')
+    way = "CheckpointPolicy(strict_initial_weights=False)"
+    nothing_fits = ("RuntimeError: ", "decoder.weight", "model.stem.weight")
+    in_one_world(
+        2,
+        refused_everywhere(NewHead, policy(base.path), "RuntimeError: The initial weights", way, *misfit),
+        *(refused_everywhere(Stack, policy(other, strict=strict), *nothing_fits) for strict in (True, False)),
+        refused_everywhere(Stack, policy(tmp_path / "nowhere.ckpt"), "CheckpointError", "nowhere.ckpt"),
+        refused_everywhere(Stack, policy(damaged, verify=True), "CheckpointError", f"{file}' is damaged"),
+    )
 
-    errors = failures(base, Adapted, policy(tmp_path / "adapters.ckpt"))
-    assert len(errors) == 2
-    assert f"saved without its {len(base.values)} frozen parameters" in errors[0]
+
+def test_adapters_in_one_process_on_their_base(base: Base, tmp_path: Path) -> None:
+    """Without it they are no initial weights, and the message says what was left out."""
+
+    def play(rank: int) -> list[dict[str, Tensor]]:
+        found = []
+        for form in ("sharded", "consolidated"):
+            settings = policy(base.path, strict=False, exclude_frozen=True, format=form)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                result = fitted(FineTuned(), 3, settings)
+            result["trainer"].save_checkpoint(tmp_path / f"{form}.ckpt")
+            found.append(result["weights"])
+        return found
+
+    for form, values in zip(("sharded", "consolidated"), run_world(2, play)[0], strict=True):
+        path = tmp_path / f"{form}.ckpt"
+        assert path.is_dir() == (form == "sharded")
+        module = load_from_checkpoint(FineTuned, path, initial_weights=base.path, seed=7)
+        for name, value in module.state_dict().items():
+            assert torch.equal(value, values[name]), name
+    adapters = tmp_path / "sharded.ckpt"
+    left_out = f"saved without its {len(base.values)} frozen parameters"
+    in_one_world(2, refused_everywhere(Adapted, policy(adapters), "RuntimeError", left_out))
     with pytest.raises(CheckpointError, match="nowhere"):
-        load_from_checkpoint(FineTuned, tmp_path / "adapters.ckpt", initial_weights=tmp_path / "nowhere.ckpt")
+        load_from_checkpoint(FineTuned, adapters, initial_weights=tmp_path / "nowhere.ckpt")

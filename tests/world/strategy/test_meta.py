@@ -17,12 +17,12 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from lightning_zero import CheckpointPolicy, ZeroStrategy
+from lightning_zero import CheckpointPolicy, ZeroStrategy, full_parameters
 from lightning_zero.errors import MaterialiseError
 from lightning_zero.meta import MetaValues
 from lightning_zero.shards.binding import original_kind
+from tests.helpers.rows import Row, in_one_world
 from tests.helpers.training import make_trainer, quiet
-from tests.helpers.world import run_world
 
 STAGES = (1, 2, 3)
 WIDTH = 24
@@ -113,13 +113,6 @@ def parts_on_meta() -> nn.Module:
     return net
 
 
-def parts_plain() -> nn.Module:
-    net = Net(layers=0)
-    net.layers = nn.ModuleList(Layer() for _ in range(3))
-    net.layers[1].up = nn.Linear(WIDTH, 3 * WIDTH)
-    return net
-
-
 def buffers_on_meta() -> nn.Module:
     net = Net()
     with torch.device("meta"):
@@ -146,8 +139,6 @@ class Module(pl.LightningModule):
             self.built += 1
 
     def look(self) -> None:
-        from lightning_zero import full_parameters
-
         if not self.seen:
             with full_parameters(self):
                 self.seen = values_of(self.net)
@@ -184,8 +175,6 @@ def data(steps: int = 2) -> DataLoader:
 
 
 def strategy(stage: int, **options: Any) -> Any:
-    from lightning_zero import ZeroStrategy
-
     return ZeroStrategy(stage=stage, units=("Layer",), **options)
 
 
@@ -211,38 +200,44 @@ def materialised(build: Callable[[], nn.Module]) -> nn.Module:
     return net
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", BUILDS)
-def test_values_depend_on_seed_and_path_only(name: str, stage: int) -> None:
+def values_depend_on_seed_and_path_only(name: str, *stages: int) -> Row:
     """Neither on the stage nor on the number of ranks. Also the tie, the generator's state, and training."""
     build = BUILDS[name]
 
-    def train(rank: int) -> tuple[dict[str, Tensor], Tensor, bool, dict[str, Tensor]]:
-        from lightning_zero import full_parameters
-
-        module = Module(build)
-        with quiet():
-            make_trainer(strategy(stage)).fit(module, data(), data(1))
-        with full_parameters(module):
-            tied = module.net.head.weight is module.net.embedding.weight
-            return module.seen, module.generator_state, tied, values_of(module.net)
+    def train(rank: int) -> list[Any]:
+        found = []
+        for stage in stages:
+            module = Module(build)
+            with quiet():
+                make_trainer(strategy(stage)).fit(module, data(), data(1))
+            with full_parameters(module):
+                tied = module.net.head.weight is module.net.embedding.weight
+                found.append((module.seen, module.generator_state, tied, values_of(module.net)))
+        return found
 
     net = materialised(build)
     expected, state = values_of(net), torch.get_rng_state()
-    trained = Module(lambda: net, in_init=True)
-    optimizer = trained.configure_optimizers()
-    for step in range(2):
-        trained.loss(torch.tensor(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    after = values_of(trained.net)
-    for seen, generator_state, tied, end in run_world(2, train):
-        assert unequal(expected, seen) == []
-        assert torch.equal(generator_state, state)
-        assert tied
-        assert not any(tensor.is_meta for tensor in end.values())
-        # Both ranks see the same data: the mean of two equal gradients is that gradient.
-        assert unequal(after, end) == []
+    after = trained_here(net, 1)
+    for rank in (yield train):
+        for seen, generator_state, tied, end in rank:
+            assert unequal(expected, seen) == []
+            assert torch.equal(generator_state, state)
+            assert tied
+            assert not any(tensor.is_meta for tensor in end.values())
+            # Both ranks see the same data: the mean of two equal gradients is that gradient.
+            assert unequal(after, end) == []
+
+
+def trained_here(net: nn.Module, epochs: int) -> dict[str, Tensor]:
+    """The values after as many epochs of two steps, without any strategy."""
+    module = Module(lambda: net, in_init=True)
+    for _ in range(epochs):
+        optimizer = module.configure_optimizers()  # Lightning asks again
+        for step in range(2):
+            module.loss(torch.tensor(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return values_of(net)
 
 
 def test_modules_initialise_themselves_children_first() -> None:
@@ -270,25 +265,7 @@ class Deferred(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_in_16_bits_a_step_is_not_taken_for_writes_of_the_user(stage: int) -> None:
-    """Parameters that left the meta device shared one count of writes: a step on one unit seemed to write to all."""
-
-    def run(rank: int) -> list[int]:
-        module = Deferred()
-        trainer = make_trainer(ZeroStrategy(stage, units=["Layer"]), precision="bf16-mixed")
-        with quiet():
-            trainer.fit(module, DataLoader(torch.zeros(3, 5, dtype=torch.long), 1))
-        parameters = list(module.parameters())
-        before = [parameter._version for parameter in parameters]
-        torch.autograd.graph.increment_version(parameters[0])
-        return [parameter._version - version for parameter, version in zip(parameters, before, strict=True)]
-
-    for counted in run_world(1, run):
-        assert counted == [1] + [0] * (len(counted) - 1)
-
-
-def test_identity_and_attributes_of_meta_parameters_survive() -> None:
+def identity_and_attributes_of_meta_parameters_survive() -> Row:
     def train(rank: int) -> bool:
         module = Module(on_meta)
         before: dict[str, nn.Parameter] = {}
@@ -313,10 +290,10 @@ def test_identity_and_attributes_of_meta_parameters_survive() -> None:
             after[name] is parameter and original_kind(parameter) is nn.Parameter for name, parameter in before.items()
         )
 
-    assert run_world(2, train) == [True, True]
+    assert (yield train) == [True, True]
 
 
-def test_rank_zero_decides_where_seeds_differ() -> None:
+def rank_zero_decides_where_seeds_differ() -> Row:
     def train(rank: int) -> dict[str, Tensor]:
         def build() -> nn.Module:
             torch.manual_seed(SEED + rank)
@@ -328,15 +305,12 @@ def test_rank_zero_decides_where_seeds_differ() -> None:
         return module.seen
 
     expected = values_of(materialised(on_meta))
-    for seen in run_world(2, train):
+    for seen in (yield train):
         assert unequal(expected, seen) == []
 
 
-@pytest.mark.parametrize("build", [Net, on_meta])
-def test_a_second_fit_goes_on_with_the_same_module(build: Callable[[], nn.Module]) -> None:
+def a_second_fit_goes_on_with_the_same_module(build: Callable[[], nn.Module]) -> Row:
     def train(rank: int) -> tuple[int, bool, dict[str, Tensor]]:
-        from lightning_zero import full_parameters
-
         module = Module(build)
         with quiet():
             trainer = make_trainer(strategy(3), max_epochs=1)
@@ -347,20 +321,13 @@ def test_a_second_fit_goes_on_with_the_same_module(build: Callable[[], nn.Module
         with full_parameters(module):
             return module.built, trainer.strategy.engine is engine, values_of(module.net)
 
-    plain = Module(lambda: materialised(build), in_init=True)
-    for _ in range(2):
-        optimizer = plain.configure_optimizers()  # Lightning asks again
-        for step in range(2):
-            plain.loss(torch.tensor(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for built, same, end in run_world(2, train):
+    expected = trained_here(materialised(build), 2)
+    for built, same, end in (yield train):
         assert (built, same) == (1, True)
-        assert unequal(values_of(plain.net), end) == []
+        assert unequal(expected, end) == []
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_validation_without_fit(stage: int) -> None:
+def validation_without_fit(stage: int) -> Row:
     def validate(rank: int) -> float:
         module = Module(on_meta)
         with quiet():
@@ -371,10 +338,27 @@ def test_validation_without_fit(stage: int) -> None:
     plain = Module(lambda: materialised(on_meta), in_init=True).eval()
     with torch.no_grad():
         expected = float(torch.stack([plain.loss(torch.tensor(step)) for step in range(2)]).mean())
-    assert run_world(2, validate) == [pytest.approx(expected)] * 2
+    assert (yield validate) == [pytest.approx(expected)] * 2
 
 
-def test_init_module_makes_an_ordinary_module() -> None:
+def in_16_bits_a_step_is_not_taken_for_writes_of_the_user(stage: int) -> Row:
+    """Parameters that left the meta device shared one count of writes: a step on one unit seemed to write to all."""
+
+    def run(rank: int) -> list[int]:
+        module = Deferred()
+        trainer = make_trainer(ZeroStrategy(stage, units=["Layer"]), precision="bf16-mixed")  # type: ignore[arg-type]
+        with quiet():
+            trainer.fit(module, DataLoader(torch.zeros(3, 5, dtype=torch.long), 1))
+        parameters = list(module.parameters())
+        before = [parameter._version for parameter in parameters]
+        torch.autograd.graph.increment_version(parameters[0])
+        return [parameter._version - version for parameter, version in zip(parameters, before, strict=True)]
+
+    for counted in (yield run):
+        assert counted == [1] + [0] * (len(counted) - 1)
+
+
+def init_module_makes_an_ordinary_module() -> Row:
     def train(rank: int) -> dict[str, Tensor]:
         with quiet():
             trainer = make_trainer(strategy(3, process_group_backend="gloo"))
@@ -385,7 +369,7 @@ def test_init_module_makes_an_ordinary_module() -> None:
             trainer.fit(module, data(1), data(1))
         return module.seen
 
-    for seen in run_world(2, train):
+    for seen in (yield train):
         assert unequal(values_of(seeded(Net)), seen) == []
 
 
@@ -413,7 +397,9 @@ def with_bare() -> nn.Module:
     return net
 
 
-def refused(build: Callable[[], nn.Module], stage: int, **options: Any) -> list[str]:
+def refused(build: Callable[[], nn.Module], stage: int, **options: Any) -> Callable[[int], str]:
+    """What a rank does to be told why the model cannot be made."""
+
     def fit(rank: int) -> str:
         module = Module(build)
         with quiet():
@@ -423,26 +409,25 @@ def refused(build: Callable[[], nn.Module], stage: int, **options: Any) -> list[
                 return str(error)
         return ""
 
-    return run_world(2, fit, timeout=60)
+    return fit
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_what_nobody_initialises_is_refused_by_name_on_every_rank(stage: int) -> None:
-    for message in refused(with_bare, stage):
-        assert "'net.layers.3.scale', 'net.layers.3.count', 'net.layers.3.mask'" in message.replace(
-            "'net.layers.3.scale', 'net.layers.3.mask', 'net.layers.3.count'",
-            "'net.layers.3.scale', 'net.layers.3.count', 'net.layers.3.mask'",
-        )
+def what_nobody_initialises_is_refused_by_name_on_every_rank(stage: int) -> Row:
+    for message in (yield refused(with_bare, stage)):
+        for name in ("scale", "count", "mask"):
+            assert f"'net.layers.3.{name}'" in message
         assert "Bare does not initialise it" in message
         assert "`reset_parameters()`" in message
         assert "`_init_weights(module)`" in message
 
 
-def test_a_file_brings_what_nobody_initialises_but_not_what_it_lacks(tmp_path: Path) -> None:
+def a_file_brings_what_nobody_initialises_but_not_what_it_lacks(tmp_path: Path) -> Row:
     plain = Module(lambda: Net(), in_init=True)
     plain.net.layers.append(Bare())
     torch.save({"state_dict": plain.state_dict()}, tmp_path / "all.ckpt")
-    for message in refused(with_bare, 3, checkpoint=CheckpointPolicy(initial_weights=str(tmp_path / "all.ckpt"))):
+    for message in (
+        yield refused(with_bare, 3, checkpoint=CheckpointPolicy(initial_weights=str(tmp_path / "all.ckpt")))
+    ):
         assert "'net.layers.3.mask'" in message, "which is not in the file"
         assert "scale" not in message
         assert "count" not in message
@@ -453,7 +438,7 @@ class Filled(Bare):
         self.mask.fill_(1)
 
 
-def test_a_checkpoint_brings_what_nobody_initialises(tmp_path: Path) -> None:
+def a_checkpoint_brings_what_nobody_initialises(tmp_path: Path) -> Row:
     def build() -> nn.Module:
         net = on_meta()
         with torch.device("meta"):
@@ -474,11 +459,11 @@ def test_a_checkpoint_brings_what_nobody_initialises(tmp_path: Path) -> None:
             make_trainer(strategy(3), max_epochs=2).fit(again, data(1), data(1), ckpt_path=tmp_path / "saved.ckpt")
         return module.seen
 
-    for seen in run_world(2, train):
+    for seen in (yield train):
         assert unequal(values_of(plain.net), seen) == []
 
 
-def test_an_error_of_a_module_is_raised_on_every_rank() -> None:
+def an_error_of_a_module_is_raised_on_every_rank() -> Row:
     class Failing(nn.Linear):
         def reset_parameters(self) -> None:
             if not self.weight.is_meta:
@@ -490,22 +475,22 @@ def test_an_error_of_a_module_is_raised_on_every_rank() -> None:
             net.layers[1].mix = Failing(WIDTH, WIDTH)
         return net
 
-    for message in refused(build, 3):
+    for message in (yield refused(build, 3)):
         assert "KeyError while 'net.layers.1.mix' (Failing) was initialised: 'no such number'" in message
 
 
-def test_what_a_constructor_writes_is_refused_by_name() -> None:
+def what_a_constructor_writes_is_refused_by_name() -> Row:
     def build() -> nn.Module:
         net = on_meta()
         with torch.no_grad():
             net.layers[2].down.weight.mul_(0.5)
         return net
 
-    for message in refused(build, 3):
+    for message in (yield refused(build, 3)):
         assert "'net.layers.2.down.weight': on the meta device, and written to by other code" in message
 
 
-def test_what_is_written_to_another_unit_is_refused_by_name() -> None:
+def what_is_written_to_another_unit_is_refused_by_name() -> Row:
     class Around(Net):
         def reset_parameters(self) -> None:
             if hasattr(self, "head"):
@@ -515,12 +500,11 @@ def test_what_is_written_to_another_unit_is_refused_by_name() -> None:
         with torch.device("meta"):
             return Around()
 
-    for message in refused(build, 3):
+    for message in (yield refused(build, 3)):
         assert "'net.layers.1.up.bias': on the meta device, and written to by other code" in message
-    assert refused(build, 1) == ["", ""]
 
 
-def test_a_hook_on_a_meta_parameter_is_not_lost_silently() -> None:
+def a_hook_on_a_meta_parameter_is_not_lost_silently() -> Row:
     def fit(rank: int) -> str:
         module = Module(on_meta)
 
@@ -533,7 +517,7 @@ def test_a_hook_on_a_meta_parameter_is_not_lost_silently() -> None:
             make_trainer(strategy(3)).fit(module, data(), data(1))
         return "refused"
 
-    assert run_world(2, fit) == ["refused"] * 2
+    assert (yield fit) == ["refused"] * 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -572,7 +556,7 @@ class LiveBytes(TorchDispatchMode):
         return 0 if storage is None else storage.nbytes()
 
 
-def test_each_rank_holds_its_shard_and_at_most_one_unit() -> None:
+def each_rank_holds_its_shard_and_at_most_one_unit() -> Row:
     """10 layers of 4 * (2 * 24 + 72 * 24 + 72 + 24 * 72 + 24 + 24 * 24) = 16.7 kB parameters each, 167 kB together."""
     layers = 10
 
@@ -595,7 +579,7 @@ def test_each_rank_holds_its_shard_and_at_most_one_unit() -> None:
     layer = sum(4 * p.numel() for p in Layer().parameters())
     everything = sum(4 * p.numel() for p in seeded(lambda: Net(layers)).parameters())
     assert 16_000 < layer < 17_500
-    for peak, largest, kept, slots in run_world(2, setup):
+    for peak, largest, kept, slots in (yield setup):
         assert kept <= everything // 2 + 64 * 4 * 40  # alignment
         assert largest < 1.5 * layer
         # Activations and generator states of the replay come on top, and stay below two layers.
@@ -603,7 +587,7 @@ def test_each_rank_holds_its_shard_and_at_most_one_unit() -> None:
         assert peak < 0.9 * everything + 60_000
 
 
-def test_a_compiled_block_on_the_meta_device() -> None:
+def a_compiled_block_on_the_meta_device() -> Row:
     def build() -> nn.Module:
         net = on_meta()
         net.layers[1].compile(backend="eager")
@@ -616,5 +600,35 @@ def test_a_compiled_block_on_the_meta_device() -> None:
         return module.seen
 
     expected = values_of(materialised(on_meta))
-    for seen in run_world(2, train, timeout=90):
+    for seen in (yield train):
         assert unequal(expected, seen) == []
+
+
+def test_values_of_modules_on_meta(tmp_path: Path) -> None:
+    in_one_world(
+        2,
+        values_depend_on_seed_and_path_only("meta", 1, 2, 3),
+        values_depend_on_seed_and_path_only("parts", 3),
+        values_depend_on_seed_and_path_only("buffers", 1, 3),
+        *map(in_16_bits_a_step_is_not_taken_for_writes_of_the_user, (1, 3)),
+        identity_and_attributes_of_meta_parameters_survive(),
+        rank_zero_decides_where_seeds_differ(),
+        *map(a_second_fit_goes_on_with_the_same_module, (Net, on_meta)),
+        *map(validation_without_fit, (1, 3)),
+        init_module_makes_an_ordinary_module(),
+        a_compiled_block_on_the_meta_device(),
+        a_checkpoint_brings_what_nobody_initialises(tmp_path),
+        each_rank_holds_its_shard_and_at_most_one_unit(),
+    )
+
+
+def test_what_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None:
+    in_one_world(
+        2,
+        *map(what_nobody_initialises_is_refused_by_name_on_every_rank, (1, 3)),
+        a_file_brings_what_nobody_initialises_but_not_what_it_lacks(tmp_path),
+        an_error_of_a_module_is_raised_on_every_rank(),
+        what_a_constructor_writes_is_refused_by_name(),
+        what_is_written_to_another_unit_is_refused_by_name(),
+        a_hook_on_a_meta_parameter_is_not_lost_silently(),
+    )

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero import LoaderPolicy, NoBatch
 from tests.helpers.cases import WIDTH, Stack
+from tests.helpers.rows import Row, in_one_world
 from tests.helpers.runs import Net, batches, quiet, raised, values_of, zero
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
@@ -91,10 +92,7 @@ def expected(epochs: int) -> dict[str, Tensor]:
     return {f"model.{name}": value.detach() for name, value in model.named_parameters()}
 
 
-@pytest.mark.filterwarnings("ignore:.*Your `IterableDataset` has `__len__` defined", "ignore:Length of IterableDataset")
-@pytest.mark.parametrize("kind", ["plain", "map", "stream", "sized stream"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_to_join_is_to_take_part_without_a_batch(stage: int, kind: str) -> None:
+def to_join_is_to_take_part_without_a_batch(stage: int, kind: str) -> Row:
     def world(rank: int) -> tuple[dict[str, Tensor], int, list[str]]:
         module = Counting()
         trainer = make_trainer(zero(stage, loaders=LoaderPolicy(training="join")), max_epochs=2)
@@ -103,10 +101,20 @@ def test_to_join_is_to_take_part_without_a_batch(stage: int, kind: str) -> None:
         return values_of(module), trainer.global_step, module.seen
 
     weights = expected(2)
-    for rank, (found, steps, seen) in enumerate(run_world(2, world)):
+    for rank, (found, steps, seen) in enumerate((yield world)):
         assert steps == 10
         assert seen.count("NoBatch") == 2 * (5 - COUNTS[rank])
         assert all(torch.equal(found[name], value) for name, value in weights.items())
+
+
+def all_may_stop_with_the_first(kind: str) -> Row:
+    def world(rank: int) -> int:
+        trainer = make_trainer(zero(3, loaders=LoaderPolicy(training="stop")), max_epochs=2)
+        with quiet():
+            trainer.fit(Counting(), loader(kind, COUNTS[rank]))
+        return trainer.global_step
+
+    assert (yield world) == [6, 6]
 
 
 @pytest.mark.timing
@@ -129,17 +137,6 @@ def test_without_a_policy_it_is_an_error_with_names(stage: int, kind: str) -> No
         assert seconds < 10
 
 
-@pytest.mark.parametrize("kind", ["map", "stream"])
-def test_all_may_stop_with_the_first(kind: str) -> None:
-    def world(rank: int) -> int:
-        trainer = make_trainer(zero(3, loaders=LoaderPolicy(training="stop")), max_epochs=2)
-        with quiet():
-            trainer.fit(Counting(), loader(kind, COUNTS[rank]))
-        return trainer.global_step
-
-    assert run_world(2, world) == [6, 6]
-
-
 class Evaluated(Net):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         assert not isinstance(batch, NoBatch)
@@ -150,9 +147,7 @@ class Evaluated(Net):
         return self.model(torch.ones(1, WIDTH))
 
 
-@pytest.mark.parametrize("kind", ["map", "stream"])
-@pytest.mark.parametrize("stage", [1, 3])
-def test_metrics_and_predictions_are_whole(stage: int, kind: str) -> None:
+def metrics_and_predictions_are_whole(stage: int, kind: str) -> Row:
     def world(rank: int) -> tuple[float, int]:
         module = Evaluated()
         with quiet():
@@ -163,7 +158,7 @@ def test_metrics_and_predictions_are_whole(stage: int, kind: str) -> None:
         return found[0]["value"], len(predicted or ())
 
     mean = (sum(range(1, 6)) + sum(range(11, 14))) / 8
-    assert run_world(2, world) == [(mean, 5), (mean, 3)]
+    assert (yield world) == [(mean, 5), (mean, 3)]
 
 
 def combined(mode: Any, rank: int) -> CombinedLoader:
@@ -172,8 +167,7 @@ def combined(mode: Any, rank: int) -> CombinedLoader:
     return CombinedLoader({"long": DataLoader(long, batch_size=1), "short": DataLoader(short, batch_size=1)}, mode)
 
 
-@pytest.mark.parametrize("mode", ["max_size", "max_size_cycle"])
-def test_only_the_end_of_combined_loaders_counts(mode: str) -> None:
+def only_the_end_of_combined_loaders_counts(mode: str) -> Row:
     class Both(Counting):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.seen.append([None if part is None else part.item() for part in batch.values()])
@@ -189,13 +183,13 @@ def test_only_the_end_of_combined_loaders_counts(mode: str) -> None:
             results.append((trainer.global_step, module.seen, module.losses))
         return results
 
-    for ddp, *others in run_world(2, world):
+    for ddp, *others in (yield world):
         for steps, seen, losses in others:
             assert (steps, seen) == ddp[:2]
             assert all(torch.equal(a, b) for a, b in zip(losses, ddp[2], strict=True))
 
 
-def test_loaders_that_follow_one_another_are_each_joined() -> None:
+def loaders_that_follow_one_another_are_each_joined() -> Row:
     """Each with a part of the model of its own: ranks are never in steps of different ones."""
 
     class Heads(Evaluated):
@@ -217,14 +211,13 @@ def test_loaders_that_follow_one_another_are_each_joined() -> None:
             found = trainer.validate(module, loaders, verbose=False)
         return module.told, [next(iter(results.values())) for results in found]
 
-    results = run_world(2, world)
+    results = yield world
     for rank, (told, values) in enumerate(results):
         assert told == [(i, n) for i in range(2) for n in range(COUNTS[rank ^ i])]
         assert values == [(15 + 36) / 8, (6 + 65) / 8]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_evaluation_beside_training_may_be_uneven(stage: int) -> None:
+def evaluation_beside_training_may_be_uneven(stage: int) -> Row:
     """In a fit, and before it by the same trainer: by DDP's numbers."""
 
     def world(rank: int) -> list[tuple[int, float, list[Tensor]]]:
@@ -237,13 +230,12 @@ def test_evaluation_beside_training_may_be_uneven(stage: int) -> None:
             results.append((trainer.global_step, float(trainer.callback_metrics["val_loss"]), module.losses))
         return results
 
-    for ddp, ours in run_world(2, world):
+    for ddp, ours in (yield world):
         assert ours[:2] == ddp[:2]
         assert all(torch.equal(a, b) for a, b in zip(ours[2], ddp[2], strict=True))
 
 
-@pytest.mark.parametrize("interval", ["batch", "epoch"])
-def test_a_writer_of_predictions_gets_no_more_than_there_are(interval: Any) -> None:
+def a_writer_of_predictions_gets_no_more_than_there_are(interval: Any) -> Row:
     class Writer(BasePredictionWriter):
         def __init__(self) -> None:
             super().__init__(interval)
@@ -265,11 +257,11 @@ def test_a_writer_of_predictions_gets_no_more_than_there_are(interval: Any) -> N
             results.append(writer.told)
         return results
 
-    for ddp, ours in run_world(2, world):
+    for ddp, ours in (yield world):
         assert ours == ddp
 
 
-def test_loaders_of_one_trainer_are_as_they_were_for_the_next() -> None:
+def loaders_of_one_trainer_are_as_they_were_for_the_next() -> Row:
     def world(rank: int) -> tuple[list[int], list[str]]:
         with quiet():
             both = CombinedLoader({"a": batches(COUNTS[rank]), "b": batches(COUNTS[rank])}, "max_size_cycle")
@@ -283,24 +275,25 @@ def test_loaders_of_one_trainer_are_as_they_were_for_the_next() -> None:
             make_trainer(zero(1)).fit(Counting(), both)
         return steps, errors
 
-    for steps, errors in run_world(2, world):
+    for steps, errors in (yield world):
         assert steps == [5, 3]
         assert "has ended on rank 1 after 3 batches" in errors[0]
 
 
-def test_a_run_that_ends_before_the_data_is_none_the_wiser() -> None:
+def a_run_that_ends_before_the_data_is_none_the_wiser() -> Row:
     """With no length known, the end is seen one batch ahead."""
 
+    @quiet()
     def world(rank: int) -> int:
         trainer = make_trainer(zero(3), max_steps=3)
         trainer.fit(Counting(), loader("stream", COUNTS[rank]))
         return trainer.global_step
 
-    with quiet():
-        assert run_world(2, world) == [3, 3]
+    assert (yield world) == [3, 3]
 
 
-def test_one_rank_may_look_at_its_data() -> None:
+def one_rank_may_look_at_its_data() -> Row:
+    @quiet()
     def world(rank: int) -> int:
         class Looking(Counting):
             def on_train_epoch_start(self) -> None:
@@ -311,11 +304,11 @@ def test_one_rank_may_look_at_its_data() -> None:
         trainer.fit(Looking(), loader("stream", 3))
         return trainer.global_step
 
-    with quiet():
-        assert run_world(2, world) == [3, 3]
+    assert (yield world) == [3, 3]
 
 
-def test_a_loader_that_is_alike_everywhere_is_left_as_it_is() -> None:
+def a_loader_that_is_alike_everywhere_is_left_as_it_is() -> Row:
+    @quiet()
     def world(rank: int) -> tuple[bool, bool]:
         given, stream = batches(4), DataLoader(Stream(4), batch_size=1)
         module = Counting()
@@ -327,11 +320,10 @@ def test_a_loader_that_is_alike_everywhere_is_left_as_it_is() -> None:
         found: Any = trainer.train_dataloader
         return same, isinstance(found, DataLoader) and found.dataset is stream.dataset
 
-    with quiet():
-        assert run_world(2, world) == [(True, True)] * 2
+    assert (yield world) == [(True, True)] * 2
 
 
-def test_to_join_by_hand_is_refused_at_set_up() -> None:
+def to_join_by_hand_is_refused_at_set_up() -> Row:
     class ByHand(Counting):
         def __init__(self) -> None:
             super().__init__()
@@ -343,9 +335,27 @@ def test_to_join_by_hand_is_refused_at_set_up() -> None:
             make_trainer(zero(1, loaders=LoaderPolicy(training="join"))).fit(ByHand(), batches(2))
         return errors
 
-    assert all("manual optimization" in errors[0] for errors in run_world(2, world))
+    assert all("manual optimization" in errors[0] for errors in (yield world))
 
 
-def test_a_policy_is_one_of_three() -> None:
-    with pytest.raises(ValueError, match=r"LoaderPolicy\.training must be one of error, join, stop, got 'wait'"):
-        LoaderPolicy(training="wait")  # type: ignore[arg-type]
+@pytest.mark.filterwarnings("ignore:.*Your `IterableDataset` has `__len__` defined", "ignore:Length of IterableDataset")
+def test_ranks_with_other_numbers_of_batches() -> None:
+    in_one_world(
+        2,
+        to_join_is_to_take_part_without_a_batch(1, "plain"),
+        to_join_is_to_take_part_without_a_batch(2, "map"),
+        to_join_is_to_take_part_without_a_batch(3, "stream"),
+        to_join_is_to_take_part_without_a_batch(3, "sized stream"),
+        *map(all_may_stop_with_the_first, ("map", "stream")),
+        metrics_and_predictions_are_whole(1, "map"),
+        metrics_and_predictions_are_whole(3, "stream"),
+        *map(only_the_end_of_combined_loaders_counts, ("max_size", "max_size_cycle")),
+        loaders_that_follow_one_another_are_each_joined(),
+        *map(evaluation_beside_training_may_be_uneven, (1, 3)),
+        *map(a_writer_of_predictions_gets_no_more_than_there_are, ("batch", "epoch")),
+        loaders_of_one_trainer_are_as_they_were_for_the_next(),
+        a_run_that_ends_before_the_data_is_none_the_wiser(),
+        one_rank_may_look_at_its_data(),
+        a_loader_that_is_alike_everywhere_is_left_as_it_is(),
+        to_join_by_hand_is_refused_at_set_up(),
+    )
