@@ -122,12 +122,12 @@ __all__ = [
 
 
 def register_strategies() -> None:
-    """Make ``zero1``, ``zero2`` and ``zero3`` known to Trainer and Fabric, and the same with ``_offload`` behind.
+    """Register ``zero1``, ``zero2``, ``zero3`` and their ``_offload`` variants with Trainer and Fabric.
 
-    Those keep the optimizer in host memory, ``zero3_offload`` the parameters too, and ``zero3_offload_nvme`` both in
-    files in ``/local_nvme``, as ``deepspeed_stage_3_offload_nvme`` does. ``zero_3`` and ``zero3-offload`` are spellings
-    of these. A name that somebody registered before stays theirs. To command lines and configurations each is also a
-    class, ``lightning_zero.zero3``, with the arguments of ``ZeroStrategy`` but for ``stage``:
+    ``_offload`` keeps the optimizer in host memory, ``zero3_offload`` the parameters too, and ``zero3_offload_nvme``
+    both in files in ``/local_nvme``, as ``deepspeed_stage_3_offload_nvme`` does. ``zero_3`` and ``zero3-offload`` are
+    aliases. A name that is already registered is not replaced. On command lines and in configurations each name is
+    also a class, ``lightning_zero.zero3``, with the arguments of ``ZeroStrategy`` except ``stage``:
     ``--trainer.strategy=zero3 --trainer.strategy.prefetch=2``.
     """
     on_host, parameters_too = HostOffload(), HostOffload(parameters=True)

@@ -21,7 +21,7 @@ from lightning_zero.registry import extension
 __all__ = ["answer_early", "complain", "for_the_terminal", "main", "short_help"]
 
 _COMMANDS = {
-    "plan": "print how a model would be split over processes, and what that takes; needs one process and no memory",
+    "plan": "print how a model would be sharded over ranks, and the memory that takes; allocates nothing",
     "inspect": "print what is inside a checkpoint and verify its files",
     "consolidate": "write a checkpoint as one ordinary file, or as safetensors",
     "fit": "train",
@@ -32,14 +32,14 @@ _COMMANDS = {
 _OF_EXTENSIONS = {"plan": "planner", "inspect": "inspection"}
 _TOOLS = {"consolidate", *_OF_EXTENSIONS}
 _RUN_OPTIONS = {
-    "config FILE": "A configuration. What stands behind it overrides it.",
+    "config FILE": "A configuration file. Options after it override it.",
     "model CLASS": "The LightningModule, as my_module.MyModel. --model.NAME gives it an argument.",
-    "data CLASS": "The LightningDataModule, where the model has no data. --data.NAME gives it an argument.",
-    "optimizer CLASS": "The optimizer, and --lr_scheduler its schedule, where the model makes none.",
+    "data CLASS": "The LightningDataModule, if the model has no data. --data.NAME gives it an argument.",
+    "optimizer CLASS": "The optimizer, and --lr_scheduler its schedule, if the model configures none.",
     "trainer.strategy NAME": "zero1, zero2, zero3 (default), each also with _offload, or one of Lightning.",
-    "trainer.strategy.NAME": "An argument of it. --trainer.strategy.help zero3 lists them.",
+    "trainer.strategy.NAME": "An argument of the strategy. --trainer.strategy.help zero3 lists them.",
     "trainer.NAME": "An argument of the Trainer, such as devices, precision, max_epochs.",
-    "ckpt_path PATH": "The checkpoint to go on from, or to evaluate: a directory or a file.",
+    "ckpt_path PATH": "The checkpoint to resume from or to evaluate: a directory or a file.",
     "print_config": "Print the configuration, with every option and its default, and exit.",
     "help-all": "Show every option, of the Trainer too, and exit. Takes some seconds.",
 }

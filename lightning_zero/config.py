@@ -1,4 +1,4 @@
-"""Settings that say where bytes rest and what is saved, as data.
+"""Settings as data: what is sharded, where it is kept between uses, and what is saved.
 
 A ZeRO stage is three answers, not a number: are the parameters, the gradients and the optimizer state of a training
 step *replicated* on every rank or *sharded* over the ranks between uses? Nothing outside this file knows a stage
@@ -184,18 +184,18 @@ class Tier(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class HostOffload:
-    """Keep what a step does not compute with in host memory.
+    """Offload optimizer state, masters and gradients, or parameters too, to host memory.
 
     Args:
-        optimizer: masters, reduced gradients and optimizer state rest on the host, and the optimizer steps there, unit
-            by unit.
-        parameters: the shards that units are gathered from rest on the host too (stage 3 only). Alone, without
-            ``optimizer``, this concerns frozen parameters: what is trained is stepped on where it rests.
-        pin_mib: most host memory to page-lock, in MiB, for copies that overlap with compute; ``None``: all that is
-            copied to or from the device (masters, gradients, parameters; optimizer state never is). Only matters on an
+        optimizer: keep masters, reduced gradients and optimizer state on the host, and run the optimizer step there,
+            unit by unit.
+        parameters: keep the parameter shards on the host too (stage 3 only). With ``optimizer=False`` this applies to
+            frozen parameters only, because trained ones are stepped where they are kept.
+        pin_mib: the most host memory to pin, in MiB, for copies that overlap with compute; ``None``: all that is
+            copied to or from the device (masters, gradients, parameters; optimizer state never is). Used only with an
             accelerator.
-        threads: threads the step computes with on each rank; ``None``: the machine's cores, shared out among its ranks,
-            and on a CPU no more than torch is set to.
+        threads: threads of the optimizer step on each rank; ``None``: the node's cores divided by its ranks, and on a
+            CPU no more than torch is set to.
 
     Raises:
         ValueError: naming the setting.
@@ -216,19 +216,19 @@ class HostOffload:
 
 @dataclass(frozen=True, kw_only=True)
 class NvmeOffload:
-    """Keep masters and optimizer state in files; host memory holds reduced gradients and one pool of buffers.
+    """Offload masters and optimizer state to files. Host memory holds reduced gradients and one pool of buffers.
 
     Args:
-        path: an existing, writable directory on a fast local disk; every rank makes a folder of its own in it, which
-            is removed at the end of the run.
-        optimizer: masters and optimizer state rest in files; a step reads, updates and writes them in pieces.
-        parameters: the shards that units are gathered from rest in files too (stage 3 only); as for ``HostOffload``.
-        buffer_mib: size of the pool of buffers on each rank, in MiB. Page-locked on an accelerator.
+        path: an existing, writable directory on a fast local disk. Every rank creates a folder in it and removes that
+            folder at the end of the run.
+        optimizer: keep masters and optimizer state in files. A step reads, updates and writes them in pieces.
+        parameters: keep the parameter shards in files too (stage 3 only), as for ``HostOffload``.
+        buffer_mib: size of the pool of buffers on each rank, in MiB. Pinned with an accelerator.
         io_threads: threads that read and write on each rank.
-        checksums: whether what is read is compared with what was written, so that a disk that changes it is an error
-            and not other weights. They take 2 KiB of host memory for each MiB in files.
-        threads: threads the step computes with on each rank; ``None``: the machine's cores, shared out among its ranks,
-            and on a CPU no more than torch is set to.
+        checksums: verify everything that is read, so that corruption on disk raises an error. Takes 2 KiB of host
+            memory for each MiB in files.
+        threads: threads of the optimizer step on each rank; ``None``: the node's cores divided by its ranks, and on a
+            CPU no more than torch is set to.
 
     Raises:
         ValueError: naming the setting.
@@ -266,17 +266,17 @@ def _check_offload(policy: Offload) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Compression:
-    """What is rounded on its way between hosts; see ``extensions/compression``.
+    """Round weights or gradients that are sent between nodes; see ``extensions/compression``.
 
-    It is for thin networks, and it changes numbers: losses are close to those of an exact exchange, not the same. What
-    goes between ranks of one host is not touched.
+    Meant for slow networks. It changes numbers: losses are close to those without compression, not the same. Traffic
+    within a node is never rounded.
 
     Args:
-        weights: what weights are gathered in, for forward and backward; ``None``: as they are. In stage 3, and with
-            mixed precision in stages 1 and 2: where they are gathered from masters that stay exact.
-        gradients: what gradients go between hosts in; ``None``: as they are.
-        error_feedback: whether what rounding takes from gradients is added to those of the next exchange, see
-            ``extensions/compression``. Costs 4/S bytes per parameter on each rank, with S ranks on each host.
+        weights: format of the weights in an all-gather; ``None``: not rounded. Applies in stage 3, and in stages 1
+            and 2 with mixed precision; the masters stay exact.
+        gradients: format of the gradients between nodes; ``None``: not rounded.
+        error_feedback: add the rounding error of the gradients to the next exchange, see
+            ``extensions/compression``. Costs 4/S bytes per parameter on each rank, with S ranks per node.
 
     Raises:
         ValueError: if a setting is not usable.
@@ -298,20 +298,20 @@ class Compression:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationPolicy:
-    """What happens to the tensors that autograd keeps for the backward.
+    """Activation checkpointing and activation offload: what happens to the tensors that autograd saves.
 
-    Losses, gradients and buffers have the same bits with any policy, by the rules of ``torch.utils.checkpoint``
-    (``use_reentrant=False``), which runs these forwards again: they depend on arguments, weights, attributes and random
-    states of torch and Python only, and change no argument. A buffer or attribute that changes in place stops the run
-    with an error that names the class to leave out, as do running statistics (``BatchNorm`` while it trains).
+    Losses, gradients and buffers are bit for bit the same with any policy, under the rules of
+    ``torch.utils.checkpoint`` (``use_reentrant=False``): a forward that runs again may depend only on arguments,
+    weights, attributes and the random states of torch and Python, and must not change an argument. A module that
+    changes a buffer or attribute in place, such as ``BatchNorm`` in training, raises an error that names its class.
 
     Args:
-        checkpointing: modules whose forward is run again in backward instead of keeping what it computed: ``"units"``
-            for the modules that stage 3 gathers, in any stage (but for those inside of others, and single layers of
-            torch), or classes or their names; ``None`` for none. Switch caches of keys and values off.
-        offload: keep what autograd saves in host memory until its backward. On CPUs this saves no memory: both sides
-            are host memory.
-        min_kib: saved tensors smaller than this stay where they are, in KiB.
+        checkpointing: modules whose forward runs again in backward instead of saving activations: ``"units"`` for the
+            modules that stage 3 gathers, in any stage (except units inside of others, and single layers of torch), or
+            classes or their names; ``None`` for none. Switch off caches of keys and values.
+        offload: keep saved tensors in host memory until the backward. Saves no memory on CPUs, where both sides are
+            host memory.
+        min_kib: leave saved tensors smaller than this where they are, in KiB.
 
     Raises:
         ValueError: naming the setting.
@@ -334,25 +334,25 @@ Format = Literal["sharded", "consolidated"]
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPolicy:
-    """What is saved, how, and where the first weights come from.
+    """What checkpoints contain, how they are written, and where the initial weights come from.
 
     Args:
-        format: ``sharded`` writes a directory that every rank writes its own part of; ``consolidated`` one ordinary
-            Lightning file, which any strategy loads without this package; not to URLs.
-        async_save: let training go on while a save is written. Training waits only for a copy in host memory, which
-            takes as much of it as the rank's part of the checkpoint.
-        exclude_frozen: leave parameters out that do not require gradients, and say so in the checkpoint: a fine-tuning
-            run then saves its adapters only. Where such a checkpoint is loaded, frozen parameters keep the values they
-            have, for example from ``initial_weights``.
-        verify: check every checksum before something is loaded; a warning names files that have none. Otherwise sizes
-            and structure are checked, and of directories of this package a sample of each file.
-        initial_weights: what the weights are before the first step: a checkpoint of this or another strategy, or a
-            safetensors file or Hugging Face directory. Weights only; a run that resumes with ``ckpt_path`` loads its
-            checkpoint on top.
-        strict_initial_weights: whether missing, unexpected and differently shaped tensors there are errors. Otherwise
-            they keep the values they were built with, and a warning names them. Adapters of peft may be missing.
-        frozen_as_built: whether frozen parameters that are not there may keep the values they were built with.
-            Otherwise they are an error, whatever ``strict_initial_weights`` says: nothing would ever train them.
+        format: ``sharded`` writes a directory in which every rank writes its own shard; ``consolidated`` writes one
+            ordinary Lightning file, which any strategy loads without this package (not to URLs).
+        async_save: write in the background. Training waits only for a copy in host memory, as large as the rank's
+            shard of the checkpoint.
+        exclude_frozen: leave out parameters that do not require gradients: a fine-tuning run then saves its adapters
+            only. When such a checkpoint is loaded, frozen parameters keep the values they have, for example from
+            ``initial_weights``.
+        verify: check every checksum before loading; a warning names files that have none. Otherwise sizes and
+            structure are checked, and a sample of each file of this package's directories.
+        initial_weights: load the weights before the first step from a checkpoint of this or another strategy, a
+            safetensors file or a Hugging Face directory. Weights only; a run that resumes with ``ckpt_path`` loads
+            its checkpoint afterwards.
+        strict_initial_weights: raise an error for missing, unexpected and differently shaped tensors. Otherwise they
+            keep the values they were built with, and a warning names them. Adapters of peft may be missing.
+        frozen_as_built: let frozen parameters that are missing keep the values they were built with. Otherwise they
+            raise an error, whatever ``strict_initial_weights`` is: nothing would ever train them.
 
     Raises:
         ValueError: naming the setting.
@@ -396,15 +396,15 @@ Uneven = Literal["error", "join", "stop"]
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderPolicy:
-    """What happens where data end on some ranks earlier than on others.
+    """What to do when some ranks run out of batches before others.
 
-    ``error``: an error on every rank, which names those that have ended. ``join``: a rank that has no batch takes part
-    in the step without one; what is averaged over the ranks goes on being divided by all of them. ``stop``: all ranks
-    end with the first one, and what the others have left is not used.
+    ``error``: raise an error on every rank, which names the ranks that ended. ``join``: a rank without a batch takes
+    part in the step without one; averages are still divided by the number of all ranks. ``stop``: all ranks stop with
+    the first one, and the remaining batches of the others are not used.
 
     Args:
-        training: of training. To join, optimization has to be automatic.
-        evaluation: of validation, test and predict.
+        training: for training. ``join`` needs automatic optimization.
+        evaluation: for validation, test and predict.
 
     Raises:
         ValueError: naming the setting.

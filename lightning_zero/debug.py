@@ -40,14 +40,14 @@ __all__ = [
 
 @contextmanager
 def full_parameters(module: nn.Module) -> Iterator[None]:
-    """Let all parameters below ``module`` hold their full values, to read and to write.
+    """Gather all parameters below ``module`` inside a ``with`` block, to read and to write.
 
-    Values are the masters (fp32 under mixed precision). What rank 0 has written when the block ends is what every rank
-    keeps. An exception inside the block leaves everything as it was before. A program of ``torch.jit`` that is made
-    inside shares the parameters: save it inside and load the file. Called after the block it computes NaN.
+    The values are the masters (fp32 under mixed precision). When the block ends, every rank keeps what rank 0 wrote.
+    If the block raises an exception, nothing changes. Save a ``torch.jit`` program inside the block and load it from
+    the file: it shares the parameters, and computes NaN when it is called after the block.
 
     Args:
-        module: the LightningModule or any module below it. A module that is not sharded is left as it is.
+        module: the LightningModule or any module below it. A module that is not sharded stays as it is.
 
     Collective: every rank.
 
@@ -70,18 +70,18 @@ def ema_update(
 ) -> None:
     """Move the weights of ``average``, a momentum teacher or another running average, towards those of ``module``.
 
-    Each parameter becomes ``average.mul_(momentum).add_(module * (1 - momentum))``, with the bits that this line has on
-    whole parameters under DDP, which are those of ``m * average + (1 - m) * module`` too (DINO, BYOL, MoCo). ``lerp_``
-    and ``add_(..., alpha=...)`` round in another way. In ``zero3`` and in mixed precision each rank averages its slices
-    of the masters, without a message, in whatever tier they rest. Units of ``module`` whose parameters are cut over the
-    ranks at other places than those of ``average`` are gathered, one after the other.
+    Each parameter becomes ``average.mul_(momentum).add_(module * (1 - momentum))``, bit for bit as with full parameters
+    under DDP. ``m * average + (1 - m) * module`` (DINO, BYOL, MoCo) gives the same bits; ``lerp_`` and
+    ``add_(..., alpha=...)`` round differently. In ``zero3`` and in mixed precision each rank averages its slices of
+    the masters where they are kept, without communication. Units of ``module`` whose shards are laid out differently
+    from those of ``average`` are gathered, one after the other.
 
     Args:
-        average: frozen or not. A part of the LightningModule, or a module that nothing has sharded.
+        average: frozen or not. A part of the LightningModule, or a module that is not sharded.
         module: has parameters of the same names and shapes.
-        momentum: what is kept of the average, between 0 and 1. Another number at each call makes a schedule.
-        buffers: ``keep``: those of ``average`` stay what they are. ``copy``: they become those of ``module``.
-            ``average``: the floating ones are averaged as parameters are, and others copied.
+        momentum: the weight of the average, between 0 and 1. Pass another number at each call for a schedule.
+        buffers: ``keep``: the buffers of ``average`` do not change. ``copy``: they are copied from ``module``.
+            ``average``: floating-point buffers are averaged like parameters, the others are copied.
 
     Raises:
         ValueError: if names or shapes differ, or for another momentum.
@@ -125,7 +125,7 @@ def _pairs(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor], kind: s
 
 
 def full_gradient(module: nn.Module, name: str) -> Tensor | None:
-    """The averaged gradient of one parameter, as the optimizer is about to use it.
+    """Gather the averaged gradient of one parameter, as the optimizer will use it.
 
     Args:
         module: the LightningModule or any module below it.
@@ -150,18 +150,17 @@ def full_gradient(module: nn.Module, name: str) -> Tensor | None:
 
 @contextmanager
 def full_gradients(module: nn.Module, names: Sequence[str] | None = None) -> Iterator[None]:
-    """Let ``.grad`` of parameters below ``module`` be their whole averaged gradients, as DDP leaves them.
+    """Gather the averaged gradients of parameters below ``module`` into ``.grad``, as DDP leaves them.
 
-    They are ordinary tensors, of the parameters' dtype, to read, edit and replace, or to set to ``None``: so
-    ``torch.nn.utils.clip_grad_norm_``, Lightning's ``grad_norm`` and hand-written code do what they do under DDP. What
-    is in ``.grad`` when the block ends is what the optimizer uses. An exception inside the block leaves the gradients
-    as they were before.
+    They are ordinary tensors of the parameters' dtype, which you may read, edit, replace or set to ``None``.
+    ``torch.nn.utils.clip_grad_norm_``, Lightning's ``grad_norm`` and your own code work as under DDP. The optimizer
+    uses what ``.grad`` contains when the block ends. If the block raises an exception, the gradients do not change.
 
-    Costs one gather of the gradients asked for, as many bytes on every rank's device for as long as the block runs, and
-    a checksum of them at its end. Ask for ``names`` where a few parameters will do.
+    Costs one all-gather of these gradients, their full size in device memory on every rank during the block, and a
+    checksum at its end. Pass ``names`` if you need only a few parameters.
 
     Args:
-        module: the LightningModule or any module below it. One that is not sharded is left as it is.
+        module: the LightningModule or any module below it. A module that is not sharded stays as it is.
         names: parameters, by their names within ``module``; ``None``: all of them. Frozen ones have no gradient.
 
     Raises:
@@ -169,7 +168,7 @@ def full_gradients(module: nn.Module, names: Sequence[str] | None = None) -> Ite
         DivergenceError: on every rank, if the ranks leave different gradients.
 
     Collective: every rank. Between a backward (``on_after_backward``) and ``zero_grad``. Gradients of a backward that
-    did not reduce are each rank's own, and left as they are.
+    did not reduce stay as they are, local to each rank.
 
     Example::
 
@@ -191,7 +190,7 @@ def full_gradients(module: nn.Module, names: Sequence[str] | None = None) -> Ite
 
 
 def full_optimizer_state(module: nn.Module, name: str, key: str) -> Any:
-    """One entry of an optimizer's state for one parameter, whole.
+    """Gather one entry of the optimizer state of one parameter.
 
     Args:
         module: the LightningModule or any module below it.
@@ -199,8 +198,8 @@ def full_optimizer_state(module: nn.Module, name: str, key: str) -> Any:
         key: for example ``exp_avg``.
 
     Returns:
-        A tensor of the parameter's shape, or the scalar state; freshly allocated. Of several optimizers with such
-        state for it, the first one's.
+        A tensor of the parameter's shape, or the scalar state; freshly allocated. If several optimizers have such
+        state for the parameter, that of the first one.
 
     Raises:
         ValueError: if the parameter is in no optimizer or has no such state (yet).
@@ -234,7 +233,7 @@ def grad_norm(module: nn.Module, norm_type: float = 2.0) -> Tensor:
         norm_type: 1, 2, another positive number, or ``inf``.
 
     Returns:
-        0-d, the same on every rank, accumulated in float64; on the device, where gradients rest there.
+        A 0-d tensor, the same on every rank, accumulated in float64; on the device if gradients are kept there.
 
     Raises:
         ValueError: for another norm.
@@ -323,15 +322,15 @@ class LocalSlice:
 
 
 def local_slices(module: nn.Module, *, write: bool = False) -> Iterator[LocalSlice]:
-    """Yield this rank's slices of all parameters below ``module``, in their order. Sends nothing.
+    """Yield this rank's slices of all parameters below ``module``, in their order, without communication.
 
-    Elementwise code works on them as on whole tensors: averages, pruning by a threshold, noise, statistics that are
-    summed over the ranks afterwards. Every rank goes through the whole loop, and does the same to its own elements.
+    Use it for elementwise code: averages, pruning by a threshold, noise, statistics that you sum over the ranks
+    afterwards. Every rank must run the whole loop and do the same to its own elements.
 
     Args:
         module: the LightningModule or any module below it.
-        write: whether ``value`` may be written to. What was written is brought to all ranks when the loop ends:
-            collective then, every rank.
+        write: whether ``value`` may be written to. The new values are published when the loop ends, which is
+            collective: every rank.
 
     Raises:
         ValueError: if the module is not part of a sharded run.

@@ -120,11 +120,11 @@ def _see(kind: type[ZeroError]) -> str:
 
 
 class ZeroError(RuntimeError):
-    """Base of this package's own errors.
+    """Base class of this package's errors.
 
-    A traceback ends with the address of what troubleshooting says about the class. That line is a note and no part
-    of the message, so that it comes once, however many messages quote this one on however many ranks. Python 3.10 has
-    no notes: there the message ends with it.
+    A traceback ends with the address of the class's section in docs/troubleshooting.md. That line is a note, not part
+    of the message, so that it appears once, however many messages quote this one on however many ranks. Python 3.10
+    has no notes: there the message ends with the address.
     """
 
     def __init__(self, *args: object) -> None:
@@ -140,11 +140,11 @@ class ZeroError(RuntimeError):
 class DivergenceError(ZeroError):
     """The ranks no longer run the same program.
 
-    Cause: another model, another optimizer or other options of it, another batch count, another order of backward and
-    optimizer steps, or a step that one rank skipped. Raised on every rank that took part in the agreement, before
-    anything was updated with mixed data.
+    Cause: ranks have different models, optimizers or optimizer options, batch counts or orders of backward and
+    optimizer steps, or one rank skipped a step. Raised on every rank that took part in the check, before weights are
+    updated with mixed data.
 
-    Fix: the message names the ranks and what each of them was doing; make that part independent of the rank.
+    Fix: the message names the ranks and what each of them was doing; make that code independent of the rank.
     """
 
 
@@ -158,38 +158,38 @@ class CommunicationError(ZeroError):
 
 
 class ParameterAccessError(ZeroError):
-    """A partitioned parameter was used or changed where only a placeholder stands.
+    """A sharded parameter was read or changed while it was not gathered.
 
-    Cause: its weight was read outside the forward of the unit that owns it.
+    Cause: the parameter was used outside the forward of the unit that owns it.
 
-    Fix: ``with lightning_zero.full_parameters(module): ...`` on every rank, or make the reading module the unit.
+    Fix: ``with lightning_zero.full_parameters(module): ...`` on every rank, or make the module that reads it a unit.
     """
 
 
 class UnsupportedOptimizerError(ZeroError):
-    """The optimizer cannot give the unsharded result on shards.
+    """The optimizer would compute a different result on shards than on full parameters.
 
-    Cause: it mixes all parameters in one computation, or needs sparse gradients (SparseAdam).
+    Cause: it combines all parameters in one computation, or needs sparse gradients (SparseAdam).
 
     Fix: the message names an alternative.
     """
 
 
 class MaterialiseError(ZeroError):
-    """A module on the meta device has tensors that nobody gives values.
+    """A module on the meta device has tensors without initial values.
 
-    Cause: a class without ``reset_parameters`` owns them, or a constructor has initialised them by itself.
+    Cause: their class has no ``reset_parameters``, or initialises them in its constructor.
 
-    Fix: write ``reset_parameters`` or ``_init_weights``, name a file with the weights, or build it on the CPU.
+    Fix: write ``reset_parameters`` or ``_init_weights``, load the weights from a file, or build it on the CPU.
     """
 
 
 class CheckpointError(ZeroError):
-    """A checkpoint could not be written whole, or what is on disk is not a whole checkpoint.
+    """A checkpoint could not be written completely, or the files on disk are not a complete checkpoint.
 
     Cause: a full disk, a missing permission, a damaged or foreign file: the message names file, rank and reason.
 
-    Fix: nothing that was saved before is lost; resume from the previous checkpoint.
+    Fix: resume from the previous checkpoint, which is intact.
     """
 
     def __init__(self, message: str) -> None:
@@ -197,12 +197,12 @@ class CheckpointError(ZeroError):
 
 
 class OffloadError(ZeroError):
-    """What rests on the host or on a disk could not be read, written or stepped on.
+    """Offloaded data could not be read, written or updated on the host or on disk.
 
-    Cause: a full disk, an input/output error, a folder that was removed: the message names rank, file and reason.
-    Raised on every rank, before anything goes on with half-updated weights.
+    Cause: a full disk, an input/output error, a removed folder: the message names rank, file and reason.
+    Raised on every rank, before half-updated weights are used.
 
-    Fix: resume from the last checkpoint, which is intact, after the cause is mended.
+    Fix: remove the cause and resume from the last checkpoint, which is intact.
     """
 
 

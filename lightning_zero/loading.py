@@ -64,23 +64,23 @@ def load_from_checkpoint(
     initial_weights: AnyPath | None = None,
     **kwargs: Any,
 ) -> ModelT:
-    """Build an ordinary module and read its weights, in this process alone.
+    """Build an ordinary module and load its weights, in this process alone.
 
-    This is ``LightningModule.load_from_checkpoint`` for every kind of checkpoint. Each tensor is read straight into
-    the module's own memory. A module that ``configure_model`` builds on the meta device gets its memory here; what the
-    checkpoint does not hold, such as buffers that are not persistent, gets its initial values.
+    This is ``LightningModule.load_from_checkpoint`` for every kind of checkpoint. Each tensor is read directly into the
+    module's memory. A module that ``configure_model`` builds on the meta device is allocated here; tensors that are
+    not in the checkpoint, such as non-persistent buffers, get their initial values.
 
     Args:
-        model_class: the class to build, with the hyper-parameters that were saved. For a data module, its state is
-            loaded in place of weights.
+        model_class: the class to build, with the saved hyper-parameters. For a data module, loads its state instead of
+            weights.
         path: the checkpoint.
         map_location: the device of the result; ``None`` leaves the module where it was built.
         hparams_file: a ``.yaml`` or ``.csv`` file with hyper-parameters to use in place of the saved ones.
-        strict: whether missing and unexpected names are errors; ``None`` asks the module's ``strict_loading``.
-        weights_only: for files that hold pickles, as for ``torch.load``; ``None`` is ``True``: no code is run.
+        strict: whether missing and unexpected names are errors; ``None``: the module's ``strict_loading``.
+        weights_only: for files with pickles, as in ``torch.load``; ``None`` means ``True``: no code is run.
         verify: check every checksum first.
-        initial_weights: another checkpoint, for what ``path`` does not hold: the frozen base that a checkpoint of
-            adapters was trained on.
+        initial_weights: another checkpoint, for weights that are not in ``path``: the frozen base model of a
+            checkpoint of adapters.
         kwargs: arguments for the class, which take precedence over the saved hyper-parameters.
 
     Raises:
@@ -100,14 +100,14 @@ def load_full_state_dict(
 
     Args:
         path: the checkpoint.
-        prefix: take only the tensors whose names begin with it, and cut it off: ``"model."`` gives the state dict of
+        prefix: read only tensors whose names begin with it, and remove it: ``"model."`` gives the state dict of
             ``self.model``.
-        dtype: cast floating-point tensors to it, piece by piece while they are read.
+        dtype: cast floating-point tensors to it, piece by piece while reading.
         verify: check every checksum first.
 
     Returns:
-        Ordinary tensors by name; names of a tied weight have the same tensor. Frozen parameters that were left out of
-        the checkpoint are not in it, which is warned about, nor is what modules save that is not a tensor.
+        Ordinary tensors by name; the names of a tied weight share one tensor. Frozen parameters that were left out of
+        the checkpoint are missing, with a warning. State of modules that is not a tensor is missing too.
 
     Raises:
         CheckpointError: if the checkpoint cannot be read, naming the file, or no name begins with ``prefix``.

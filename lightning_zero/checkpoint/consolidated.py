@@ -260,29 +260,29 @@ def consolidate_checkpoint(
     overwrite: bool = False,
     progress: bool = True,
 ) -> list[Path]:
-    """Write an ordinary checkpoint file, or safetensors files, from a checkpoint of any kind.
+    """Convert a checkpoint of any kind to an ordinary checkpoint file or to safetensors files.
 
-    Runs in one process and needs memory for a piece of one tensor, for ``"huggingface"`` for the whole model. Checksums
-    that the source has are verified.
+    Runs in one process, with memory for a piece of one tensor, or for the whole model with ``"huggingface"``. Verifies
+    the checksums of the source, if it has any.
 
     Args:
         source: a sharded directory of this package, of Lightning's strategies, ``torch.distributed.checkpoint`` or
             DeepSpeed (ZeRO stages 1 to 3), a ``.ckpt`` file, or safetensors.
         out: ``*.ckpt`` (or ``.pt``, ``.pth``, ``.bin``): one file as ``Trainer.save_checkpoint`` writes it on one
             device, which ``load_from_checkpoint`` and ``Trainer.fit(ckpt_path=...)`` read without this package.
-            ``*.safetensors``: one file of weights. Anything without a suffix is a directory of safetensors files as
-            Hugging Face has it, with an index if there are several.
-        format: what to write, where the name of ``out`` does not say it.
-            ``"huggingface"`` and ``"peft"`` are folders for ``from_pretrained``, with configurations: the model, with
-            adapters merged into it, or the adapters alone. transformers and peft write them, which have to be
-            installed, from a checkpoint of this package.
+            ``*.safetensors``: one file of weights. Any name without a suffix: a directory of safetensors files in
+            Hugging Face's layout, with an index if there are several.
+        format: the format, if the name of ``out`` does not imply it.
+            ``"huggingface"`` and ``"peft"`` write folders for ``from_pretrained``, with configurations: the model, with
+            adapters merged into it, or the adapters alone. They need transformers and peft, and a checkpoint of this
+            package.
         dtype: cast floating-point weights to it, as ``"bfloat16"`` or ``"bf16"``. Optimizer states keep theirs.
-        max_shard_size: of a file in a directory of safetensors, as ``"5GB"`` or ``"2GiB"``, or a number of bytes. A
-            larger tensor goes alone.
+        max_shard_size: largest file in a directory of safetensors, as ``"5GB"`` or ``"2GiB"``, or a number of bytes. A
+            larger tensor gets a file of its own.
         weights_only: leave the state of optimizers, schedulers and callbacks out of a ``.ckpt``.
-        prefix: cut this module's name off the weights' names: with ``"model"``, ``model.weight`` becomes ``weight``.
+        prefix: remove this module's name from weight names: with ``"model"``, ``model.weight`` becomes ``weight``.
         base: for ``"huggingface"``: the pretrained model that a checkpoint without frozen parameters was trained on.
-        overwrite: replace a file, or weights in a directory, that are there; never the source or a sharded directory.
+        overwrite: replace an existing file, or weights in a directory; never the source or a sharded directory.
         progress: show a progress bar on a terminal.
 
     Returns:
@@ -290,8 +290,8 @@ def consolidate_checkpoint(
 
     Raises:
         ValueError: for settings that are wrong or contradict each other, and for a target that exists.
-        CheckpointError: if the source is damaged or no checkpoint, or a file could not be written, naming it. A file
-            that is replaced is replaced whole or not at all.
+        CheckpointError: if the source is damaged or no checkpoint, or a file could not be written, naming it. An
+            existing file is replaced completely or not at all.
         ExtensionError: for other formats than ``ckpt``, if the extension ``formats`` was deleted.
     """
     target = local_path(out)

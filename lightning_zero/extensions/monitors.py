@@ -153,19 +153,19 @@ def let_go(observers: list[Any], observer: Any) -> None:
 
 
 class CommunicationMonitor(StepMonitor):
-    """Logs collectives and bytes of a step next to what the plan says.
+    """Log collectives and bytes of a step next to what the plan predicts.
 
-    The numbers are those of each rank itself, so a logger gets rank 0's. Bytes count whole flat buffers, as the plan
-    does; of these a rank sends and receives the fraction (world size - 1) / world size. How long a phase takes, and
-    waits, is in the trace of ``torch.profiler``, whose ranges ``zero: ...`` are the engine's.
+    Each rank counts for itself, so a logger gets rank 0's numbers. Bytes are those of full flat buffers, as in the
+    plan; a rank sends and receives the fraction (world size - 1) / world size of them. For the duration of each phase
+    record a trace with ``torch.profiler``: the engine's ranges are named ``zero: ...``.
 
-    A step that sends something else than the plan says is warned of, once. A step that validation interrupts, between
-    two of its micro-steps, is left out.
+    Warns once if a step sends something else than planned. Skips a step that validation interrupts between two of its
+    micro-steps.
 
     Args:
-        every_n_steps: how often a step is measured and logged, beginning with the third; ``None``: the Trainer's
+        every_n_steps: how often a step is measured and logged, from the third step on; ``None``: the Trainer's
             ``log_every_n_steps``.
-        summary: whether a table appears at the end of a fit, on rank 0; ``None``: where the Trainer has no logger.
+        summary: whether rank 0 prints a table at the end of a fit; ``None``: if the Trainer has no logger.
 
     Raises:
         ValueError: if a setting is not usable.
@@ -292,17 +292,17 @@ def _kinds(plan: Plan) -> tuple[str, ...]:
 
 
 class MemoryMonitor(StepMonitor):
-    """Logs bytes by category, at rest and at the peak, next to what the plan says.
+    """Log memory by category, between steps and at the peak, next to what the plan predicts.
 
-    The numbers are those of each rank itself, so a logger gets rank 0's. At rest is what the engine and the optimizers
-    hold after a step, counted in live storages. The engine's peak adds what a step takes beside that; the plan's peak
-    also has autograd's gradients and the optimizer's temporary tensors. What only the whole process or device knows,
-    activations included, is logged beside them: the allocator's numbers on CUDA, resident memory on Linux.
+    Each rank counts for itself, so a logger gets rank 0's numbers. ``rest`` is the memory of the engine and the
+    optimizers after a step, counted in live storages. The engine's peak adds its buffers during a step; the plan's peak
+    also includes autograd's gradients and the optimizer's temporary tensors. Memory of the whole process or device,
+    activations included, is logged beside them: from the allocator on CUDA, resident memory on Linux.
 
     Args:
-        every_n_steps: how often a step is measured and logged, beginning with the third; ``None``: the Trainer's
+        every_n_steps: how often a step is measured and logged, from the third step on; ``None``: the Trainer's
             ``log_every_n_steps``.
-        summary: whether a table appears at the end of a fit, on rank 0; ``None``: where the Trainer has no logger.
+        summary: whether rank 0 prints a table at the end of a fit; ``None``: if the Trainer has no logger.
 
     Raises:
         ValueError: if a setting is not usable.

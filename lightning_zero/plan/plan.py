@@ -196,7 +196,7 @@ class UnitPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroPlan:
-    """Who holds what, in what order it moves, and how many bytes that takes. Numbers only; equal on all ranks.
+    """The sharding, the order of collectives and their sizes in bytes. Numbers only; equal on all ranks.
 
     ``build_plan`` makes one.
 

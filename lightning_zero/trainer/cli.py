@@ -24,7 +24,7 @@ class _BriefParser(LightningArgumentParser):
 class ZeroCLI(LightningCLI):
     """``LightningCLI`` with the ZeRO strategies registered and ``zero3`` as the default strategy.
 
-    Takes what ``LightningCLI`` takes; ``trainer_defaults`` and the configuration override the default strategy.
+    Takes the arguments of ``LightningCLI``; ``trainer_defaults`` and the configuration override the default strategy.
     """
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:

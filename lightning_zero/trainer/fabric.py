@@ -95,19 +95,19 @@ class _Workers(_MultiProcessingLauncher):
 
 
 class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
-    """ZeRO for a training loop of one's own: ``Fabric(strategy="zero3")``.
+    """ZeRO for your own training loop: ``Fabric(strategy="zero3")``.
 
-    One module is sharded, with all its optimizers. Every rank calls it equally often, also to evaluate it. What of
-    Fabric is about whole tensors on one rank is collective here: ``setup``, ``backward``, ``clip_gradients``,
-    ``optimizer.step``, ``save`` and ``load``.
+    Shards one module with all its optimizers. Every rank must call the module equally often, in evaluation too. These
+    calls of Fabric are collective here: ``setup``, ``backward``, ``clip_gradients``, ``optimizer.step``, ``save`` and
+    ``load``.
 
     Args:
         stage: 1 shards optimizer state, 2 also gradients, 3 also parameters.
         accelerator, parallel_devices, cluster_environment: as for every strategy of Fabric.
         precision: ``ZeroPrecision``, or one of Fabric's plugins, which is converted.
         process_group_backend: ``gloo``, ``nccl``, ...; ``None`` chooses by device.
-        start_method: how ``fabric.launch`` starts processes: ``popen`` runs the script again; those of ``spawn`` and
-            ``fork`` run the function that it is given, and end with it. ``None``: ``popen``, in notebooks ``fork``.
+        start_method: how ``fabric.launch`` starts ranks: ``popen`` runs the script again; ``spawn`` and ``fork`` start
+            processes that run the given function and end with it. ``None``: ``popen``, in notebooks ``fork``.
         timeout: how long a rank waits for the others before it raises, as a timedelta or in seconds; also for their
             part of a checkpoint.
         settings: ``units``, ``shard_within``, ``compression``, ``secondary_shards``, ``bucket_mib``, ``prefetch``,

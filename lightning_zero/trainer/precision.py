@@ -69,16 +69,16 @@ class ZeroPrecision(Dtypes, Precision):
         precision: ``32-true``, ``64-true``; ``bf16-mixed`` and ``16-mixed``: units compute in 16 bit, masters and
             optimizer state stay in fp32, fp16 with a dynamic loss scale; ``bf16-true`` and ``16-true``: everything in
             16 bit.
-        reduce_dtype: dtype gradients are averaged in under mixed precision. ``float32`` is exact; a 16-bit dtype halves
-            the bytes on the wire and in gradient memory.
+        reduce_dtype: dtype of gradient averaging under mixed precision. ``float32`` is exact; a 16-bit dtype halves
+            gradient traffic and gradient memory.
         scaler: a ``torch.amp.GradScaler`` for ``16-mixed``; ``None`` for the default one.
-        buffers: under ``bf16-true`` and ``16-true``. ``cast``: all of the module is in 16 bit, as Lightning makes it.
-            ``keep``: buffers, batch norm layers and metrics keep ``float32``. That is more exact where a buffer holds
-            what 16 bits cannot (rotary frequencies, running statistics), and differs from DDP's numbers.
-        full_precision: under mixed precision, class names of modules whose parameters are computed with as the
-            ``float32`` that they are: of those that your code calls where it has switched autocast off. That of the
-            whole module (your ``LightningModule``) makes numbers those of DDP under autocast, for twice the memory and
-            bytes of what is computed with.
+        buffers: under ``bf16-true`` and ``16-true``. ``cast``: the whole module is in 16 bit, as with Lightning.
+            ``keep``: buffers, batch norm layers and metrics stay in ``float32``. That is more exact for values that
+            16 bits cannot hold (rotary frequencies, running statistics), and differs from DDP's numbers.
+        full_precision: under mixed precision, class names of modules that compute with ``float32`` parameters. Name
+            the modules that your code calls with autocast switched off. Naming the whole module (your
+            ``LightningModule``) gives DDP's numbers under autocast, for twice the memory and traffic of the weights to
+            compute with.
 
     Under mixed precision buffers, batch norm layers and metrics keep their dtype.
 

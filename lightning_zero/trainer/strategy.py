@@ -77,26 +77,26 @@ class ZeroStrategy(Processes, ParallelStrategy):
         stage: 1 shards optimizer state, 2 also gradients, 3 also parameters.
         units: classes of the modules whose parameters are gathered together (stage 3), or their names, for example
             ``["TransformerBlock"]``; ``None`` finds them automatically.
-        shard_within: who shares what is sharded, ``"node"`` or so many ranks in a row; ``None``: all ranks. Each group
-            holds all of it, and averages gradients with the others before a step: less traffic between, more memory.
-        compression: what is rounded on its way between hosts; ``None``: nothing is.
-        secondary_shards: whether a host's ranks keep the weights that came from other hosts, each of them a part, until
-            they change (stage 3): so they come once a step. Takes the memory of these parts.
-        bucket_mib: gradients reduced together in stages 1 and 2, in MiB, at most: models have 8 buckets or more, 16 in
-            stage 2, of 1 MiB or more. A single larger parameter is a bucket of its own.
-        prefetch: units gathered ahead of the one that computes (stage 3); ``None``: one, where a gather takes time.
-        offload: what rests in host memory, or in files, between uses; ``None``: everything stays on the device.
+        shard_within: shard within groups of ranks (HSDP, MiCS): ``"node"`` or a number of consecutive ranks; ``None``:
+            all ranks. Each group holds a full copy and averages gradients with the others: less traffic, more memory.
+        compression: round what is sent between nodes; ``None``: round nothing.
+        secondary_shards: let the ranks of a node keep a copy of the gathered weights, sharded among them, until the
+            weights change (stage 3, hpZ): they cross nodes once per step. Takes the memory of these shards.
+        bucket_mib: largest gradient bucket in stages 1 and 2, in MiB. A model has at least 8 buckets, 16 in stage 2,
+            of 1 MiB or more. A single larger parameter is a bucket of its own.
+        prefetch: units gathered ahead of the one that computes (stage 3); ``None``: one, if a gather takes time.
+        offload: what is kept in host memory or in files between uses; ``None``: everything stays on the device.
             ``"cpu"`` or ``True``: the optimizer, in stage 3 the parameters too, on the host, as in ``zero3_offload``.
-        activations: what is computed again in backward, or kept on the host until then; ``None``: autograd keeps all.
+        activations: activation checkpointing and offload; ``None``: autograd keeps everything on the device.
             ``"units"`` or classes: ``ActivationPolicy(checkpointing=...)`` of these.
-        checkpoint: what is saved and how, and where the first weights come from. Or the format alone.
-        loaders: what happens where data end on some ranks earlier than on others. Or one word, for all loaders.
-        broadcast_buffers: whether all ranks get rank 0's buffers (running statistics) whenever DDP would give them.
+        checkpoint: what checkpoints contain and where the initial weights come from. Or the format alone.
+        loaders: what to do when some ranks run out of batches before others. Or one word, for all loaders.
+        broadcast_buffers: broadcast rank 0's buffers (running statistics) whenever DDP would.
         accelerator, parallel_devices, cluster_environment: as for every Lightning strategy.
         precision_plugin: ``ZeroPrecision``, or one of Lightning's plugins, which is converted.
         process_group_backend: ``gloo``, ``nccl``, ...; ``None`` chooses by device.
-        start_method: how the Trainer starts processes: ``popen`` runs the script again; those of ``spawn`` and ``fork``
-            hand whole weights over and end. ``None``: ``fork`` in notebooks, else ``popen``.
+        start_method: how the Trainer starts ranks: ``popen`` runs the script again; ``spawn`` and ``fork`` start
+            processes that return the full weights and end. ``None``: ``fork`` in notebooks, else ``popen``.
         timeout: how long a rank waits for the others before it raises, as a timedelta or in seconds; also for their
             part of a checkpoint.
 

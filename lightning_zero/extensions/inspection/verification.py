@@ -88,8 +88,8 @@ def verify_checkpoint(path: str | os.PathLike[str], *, progress: Progress = lamb
         progress: called with the number of bytes, for every piece that was read.
 
     Returns:
-        What is damaged, as a list; one that is empty says that the checkpoint is whole only if its ``is_whole`` does:
-        its ``unverified`` names files that have no checksums.
+        A list of what is damaged. An empty list means an intact checkpoint only if ``is_whole`` is true; ``unverified``
+        names the files without checksums.
     """
     try:
         found = find_checkpoint(path)

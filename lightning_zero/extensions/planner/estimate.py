@@ -278,24 +278,24 @@ def estimate_memory(
     activations: int | None = None,
     **settings: Any,
 ) -> MemoryEstimate:
-    """Bytes of one rank for no stage and for each stage, at rest and at peak, before anything runs.
+    """Estimate the memory of one rank in each stage and without ZeRO, at rest and at peak, before a run.
 
-    A module is counted to the byte, as this package will hold it, on the rank that holds most; a plan for its stage and
-    none; a number of parameters by the ZeRO paper's arithmetic: parameters in ``param_dtype``, gradients in
-    ``reduce_dtype`` (else ``dtype``), masters in ``dtype`` where that is another one, and the optimizer's state.
+    A module is counted exactly, for the rank that needs most memory; a plan for its stage and without ZeRO; a number
+    of parameters by the formulas of the ZeRO paper: parameters in ``param_dtype``, gradients in ``reduce_dtype`` (else
+    ``dtype``), masters in ``dtype`` if that differs, and the optimizer state.
 
     Args:
         model: a module (on the meta device, if it is large), a plan, or a number of parameters such as ``"7.5B"``.
-        world_size, hosts, micro_steps: ranks (a plan has its own); hosts, with equally many; forwards of a step.
-        optimizer, dtype: see ``OptimizerCost.of``; the parameters' own, where the model is a number.
-        param_dtype, reduce_dtype: that it computes and averages gradients in; ``None``: the parameters', or a plan's.
-        accelerator: whether it runs on one, where torch's optimizers take more memory for a step unless they are fused.
+        world_size, hosts, micro_steps: ranks (a plan has its own); nodes of equal size; forwards per step.
+        optimizer, dtype: see ``OptimizerCost.of``; the dtype of the parameters, where the model is a number.
+        param_dtype, reduce_dtype: dtypes of computation and of gradient averaging; ``None``: the parameters' or plan's.
+        accelerator: whether ranks use one, where torch's optimizers take more memory for a step unless they are fused.
         receive_buffer: whether the transport keeps one: gloo does where it carries reductions alone.
-        shard_within, secondary_shards, compression: as for ``ZeroStrategy``; the first ranks in a row, or ``None``.
+        shard_within, secondary_shards, compression: as for ``ZeroStrategy``, with a number of ranks for the first.
         activations: bytes, the ``total`` of ``measure_activations``; ``None``: they are not counted.
         settings: of ``build_plan``, for a module: ``units``, ``bucket_mib``, ``prefetch``, ``broadcast_buffers``.
 
-    ValueError if the world size is none or not of so many hosts, a count is none, settings clash, or no plan fits.
+    ValueError if ``world_size`` is missing or no multiple of ``hosts``, a count is below 1, or settings clash.
 
     Source: ZeRO, section 5, table 1 and figure 1 (arXiv:1910.02054).
     """
