@@ -52,40 +52,35 @@ class Counts(pl.Callback):
         self.batches.append(self._count)
 
 
-PLAIN: dict[str, Any] = {}
+EXPECTED: list[tuple[int, dict[str, Any], list[int]]] = [
+    (1, {}, [3, 3]),  # the beginning of a backward, its end, the step
+    (2, {}, [3, 3]),
+    (3, {}, [4, 4]),  # and the end of a forward, whose gathers are in one order
+    (1, {"buffers": True}, [4, 4]),  # and the beginning of a forward, which has rank 0's buffers
+    (3, {"buffers": True}, [5, 5]),
+    (2, {"gradient_clip_val": 0.1}, [4, 4]),  # and the norm
+    (1, {"accumulate_grad_batches": 2}, [0, 3]),  # nothing is averaged in the first micro-step
+    (2, {"accumulate_grad_batches": 2}, [2, 3]),
+    (3, {"accumulate_grad_batches": 2}, [3, 4]),
+    (2, {"offload": HostOffload(optimizer=True)}, [4, 4]),  # and whether all could take the step
+]
 
 
-@pytest.mark.parametrize(
-    ("stage", "options", "expected"),
-    [
-        (1, PLAIN, [3, 3]),  # the beginning of a backward, its end, the step
-        (2, PLAIN, [3, 3]),
-        (3, PLAIN, [4, 4]),  # and the end of a forward, whose gathers are in one order
-        (1, {"buffers": True}, [4, 4]),  # and the beginning of a forward, which has rank 0's buffers
-        (3, {"buffers": True}, [5, 5]),
-        (2, {"gradient_clip_val": 0.1}, [4, 4]),  # and the norm
-        (1, {"accumulate_grad_batches": 2}, [0, 3]),  # nothing is averaged in the first micro-step
-        (2, {"accumulate_grad_batches": 2}, [2, 3]),
-        (3, {"accumulate_grad_batches": 2}, [3, 4]),
-        (2, {"offload": HostOffload(optimizer=True)}, [4, 4]),  # and whether all could take the step
-    ],
-)
-def test_a_step_agrees_once_a_phase(
-    stage: Any, options: dict[str, Any], expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(rank: int) -> list[int]:
-        chosen, counts = dict(options), Counts(monkeypatch)
-        net = Net(chosen.pop("buffers", False))
-        strategy = ZeroStrategy(stage, units=["Sequential"], offload=chosen.pop("offload", None))
-        with quiet():
-            make_trainer(strategy, callbacks=[counts], **chosen).fit(net, DataLoader(range(6), batch_size=None))  # type: ignore[arg-type]
-        return counts.batches
+def test_a_step_agrees_once_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(rank: int) -> None:
+        for stage, options, expected in EXPECTED:
+            chosen = dict(options)
+            net = Net(chosen.pop("buffers", False))
+            strategy = ZeroStrategy(stage, units=["Sequential"], offload=chosen.pop("offload", None))  # type: ignore[arg-type]
+            with monkeypatch.context() as patch, quiet():
+                counts = Counts(patch)
+                make_trainer(strategy, callbacks=[counts], **chosen).fit(net, DataLoader(range(6), batch_size=None))  # type: ignore[arg-type]
+            assert counts.batches[2:4] == counts.batches[4:] == expected, (stage, options)
 
-    for batches in run_world(2, run):
-        assert batches[2:4] == batches[4:] == expected
+    run_world(2, run)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 5, 8])
+@pytest.mark.parametrize("world_size", [2, 5])
 def test_an_agreement_takes_as_many_messages_as_their_number_has_digits(
     world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

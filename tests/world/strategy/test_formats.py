@@ -1,7 +1,8 @@
-"""Layers with weights in channels-last format, or without sizes at first; and functions that compile themselves."""
+"""Weights in channels-last format, or without sizes at first, or cast in a forward; and compiled functions."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
 from lightning_zero.engine.hooks import warn_of_formats
+from tests.helpers import cases
 from tests.helpers.cases import WIDTH
-from tests.helpers.runs import Net, assert_same, batches, each_strategy, fit, made, quiet, raised, zero
+from tests.helpers.rows import Row, compared, in_one_world
+from tests.helpers.runs import Net, assert_same, batches, fit, made, quiet, raised, zero
 from tests.helpers.training import make_trainer
-from tests.helpers.world import run_world
 
 
 class Block(nn.Module):
@@ -63,11 +65,7 @@ class Vision(Net):
         return loss
 
 
-@pytest.mark.filterwarnings("ignore:.*Grad strides do not match:UserWarning")  # DDP's
-@pytest.mark.filterwarnings("ignore:.*is in channels-last format, and is laid out contiguously")
-@pytest.mark.parametrize("weights", [True, False])
-@pytest.mark.parametrize("kind", IMAGES)
-def test_channels_last(kind: str, weights: bool) -> None:
+def channels_last(kind: str, weights: bool) -> Row:
     """Of images in that format: formats of results, and their bits."""
 
     def play(strategy: Strategy) -> dict[str, Any]:
@@ -75,7 +73,7 @@ def test_channels_last(kind: str, weights: bool) -> None:
         trainer.fit(module, batches(3))
         return made(module, trainer)
 
-    assert_same(each_strategy(play))
+    assert_same((yield compared(play)))
 
 
 def test_weights_in_another_format_are_named() -> None:
@@ -108,26 +106,18 @@ class Configured(Net):
                 self.model(torch.zeros(2, WIDTH))
 
 
-def test_lazy_layers_with_sizes_from_a_forward() -> None:
-    def play(strategy: Strategy) -> dict[str, Any]:
-        module, trainer = Configured(dry=True), make_trainer(strategy)
-        trainer.fit(module, batches(3))
-        return made(module, trainer)
-
-    assert_same(each_strategy(play))
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_lazy_layers_without_sizes(stage: int) -> None:
+def lazy_layers_without_sizes() -> Row:
     def world(rank: int) -> list[str]:
         errors: list[str] = []
-        with quiet(), raised(errors):
-            make_trainer(zero(stage)).fit(Configured(dry=False), batches(1))
+        for stage in (1, 3):
+            with quiet(), raised(errors):
+                make_trainer(zero(stage)).fit(Configured(dry=False), batches(1))
         return errors
 
-    for (message,) in run_world(2, world):
-        assert "'model.body.layers.0.weight' has no shape yet" in message
-        assert "`configure_model`" in message
+    for errors in (yield world):
+        assert len(errors) == 2
+        assert all("'model.body.layers.0.weight' has no shape yet" in message for message in errors)
+        assert all("`configure_model`" in message for message in errors)
 
 
 @torch.compile(backend="eager")
@@ -149,9 +139,60 @@ class Compiled(Net):
         return loss
 
 
-def test_a_compiled_function_with_graph_breaks() -> None:
-    def play(strategy: Strategy) -> dict[str, Any]:
-        module = Compiled()
-        return made(module, fit(strategy, module))
+class Router(nn.Module):
+    """Scores in float32, whatever the rest computes in."""
 
-    assert_same(each_strategy(play))
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.classifier = self.classifier.to(torch.float32)
+        return x * torch.softmax(self.classifier(x.to(torch.float32)), dim=-1)
+
+
+class RoutedBlock(cases.Block):
+    """A block that owns a router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.router(x))
+
+
+class Routed(cases.Stack):
+    """Routers in units and in the root."""
+
+    def __init__(self) -> None:
+        super().__init__(RoutedBlock(), cases.Block(), RoutedBlock())
+        self.first = Router()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.first(x))
+
+
+def trains_as_under_ddp(make: Callable[[], Net]) -> Row:
+    """Also in a validation that comes after the first gradients."""
+
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = make()
+        return made(module, fit(strategy, module, 2, val=1, max_epochs=2, num_sanity_val_steps=0))
+
+    assert_same((yield compared(play)))
+
+
+@pytest.mark.filterwarnings("ignore:.*Grad strides do not match:UserWarning")  # DDP's
+@pytest.mark.filterwarnings("ignore:.*is in channels-last format, and is laid out contiguously")
+def test_formats_late_sizes_casts_and_compiled_functions() -> None:
+    in_one_world(
+        2,
+        channels_last("two dimensions", weights=True),
+        channels_last("two dimensions", weights=False),
+        channels_last("three dimensions", weights=True),
+        trains_as_under_ddp(lambda: Configured(dry=True)),
+        lazy_layers_without_sizes(),
+        trains_as_under_ddp(lambda: Net(Routed)),
+        trains_as_under_ddp(Compiled),
+    )

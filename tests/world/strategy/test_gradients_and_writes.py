@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.cases import WIDTH, Block
-from tests.helpers.runs import Net, assert_same, each_strategy, fit, made, quiet, raised, zero
-from tests.helpers.world import run_world
+from tests.helpers.rows import Row, compared, in_one_world
+from tests.helpers.runs import Net, again, assert_same, fit, made, quiet, raised, zero
 
 
 class BackwardInBackward(Net):
@@ -37,7 +37,7 @@ class BackwardInBackward(Net):
         return self.last(x)
 
 
-def test_a_hook_that_asks_for_the_sum_of_backwards_inside_of_one_is_told() -> None:
+def a_hook_that_asks_for_the_sum_of_backwards_inside_of_one_is_told() -> Row:
     def run(rank: int) -> list[str]:
         errors: list[str] = []
         for stage in (1, 3):
@@ -45,7 +45,7 @@ def test_a_hook_that_asks_for_the_sum_of_backwards_inside_of_one_is_told() -> No
                 fit(zero(stage), BackwardInBackward())
         return errors
 
-    for errors in run_world(2, run):
+    for errors in (yield run):
         assert len(errors) == 2
         assert all("'shared." in e and "in the middle of an accumulation" in e for e in errors), errors
 
@@ -64,16 +64,14 @@ class UsesAWeightAheadOfItsBlock(Net):
         return self.model[1:](x)
 
 
-@pytest.mark.filterwarnings("ignore:.*used in a forward or backward while no module")
-def test_a_late_gradient_is_added_to_those_of_all_ranks() -> None:
+def a_late_gradient_is_added_to_those_of_all_ranks(late: int) -> Row:
     """Also to those of a parameter that had none, so far, on the rank that owns it."""
-    for late in (0, 1):
 
-        def play(strategy: Strategy, late: int = late) -> dict[str, Any]:
-            module = UsesAWeightAheadOfItsBlock(late)
-            return made(module, fit(strategy, module, count=2))
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = UsesAWeightAheadOfItsBlock(late)
+        return made(module, fit(strategy, module, count=2))
 
-        assert_same(each_strategy(play), bound=1e-4)
+    assert_same((yield compared(play)), bound=1e-4)
 
 
 class WritesToItsWeights(Net):
@@ -87,7 +85,7 @@ class WritesToItsWeights(Net):
             self.model.layers[0].up.weight.zero_()
 
 
-def test_a_write_to_whole_parameters_is_kept_by_whole_matrix_optimizers() -> None:
+def a_write_to_whole_parameters_is_kept_by_whole_matrix_optimizers() -> Row:
     """The owner of a matrix has a copy of its own, which must not bring the old values back."""
 
     def play(strategy: Strategy) -> dict[str, Any]:
@@ -96,4 +94,54 @@ def test_a_write_to_whole_parameters_is_kept_by_whole_matrix_optimizers() -> Non
         module = WritesToItsWeights()
         return made(module, fit(strategy, module))
 
-    assert_same(each_strategy(play), names=["stage 1", "stage 2"])
+    assert_same((yield compared(play)), names=["stage 1", "stage 2"])
+
+
+class Derived(torch.optim.SGD):
+    """Steps as its base does; fails once, in the middle of a step, if told so."""
+
+    fails_at = 0
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps == self.fails_at:
+            raise ArithmeticError("in the middle of a step")
+        return result
+
+
+class Derives(Net):
+    fails_at = 0
+
+    def configure_optimizers(self) -> Any:
+        # From the first optimizer of a class on torch wraps the step of that class, which the derived one calls.
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        optimizer = Derived(self.parameters(), lr=0.1, momentum=0.9)
+        optimizer.fails_at = self.fails_at
+        return optimizer
+
+
+def a_step_that_calls_that_of_its_base_is_one() -> Row:
+    """Torch runs step hooks twice, one inside the other; also after a step that raised."""
+
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = Derives()
+        module.fails_at = 2
+        with pytest.raises(ArithmeticError):
+            fit(strategy, module)
+        module = Derives()
+        return made(module, fit(again(strategy), module))
+
+    assert_same((yield compared(play)))
+
+
+@pytest.mark.filterwarnings("ignore:.*used in a forward or backward while no module")
+@pytest.mark.filterwarnings("ignore:.*could not be tried out")
+def test_what_user_code_does_to_gradients_weights_and_steps() -> None:
+    in_one_world(
+        2,
+        a_hook_that_asks_for_the_sum_of_backwards_inside_of_one_is_told(),
+        *map(a_late_gradient_is_added_to_those_of_all_ranks, (0, 1)),
+        a_write_to_whole_parameters_is_kept_by_whole_matrix_optimizers(),
+        a_step_that_calls_that_of_its_base_is_one(),
+    )

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 
 from lightning_zero import HostOffload, ZeroPrecision
@@ -71,20 +70,18 @@ class Frozen(Stack):
 
 CASE: Case = case("late", Frozen, units=("Block",))
 SETTINGS = [
-    (1, HostOffload(), "32-true"),
-    (2, HostOffload(), "32-true"),
-    (2, HostOffload(), "bf16-mixed"),
-    (3, HostOffload(), "32-true"),
-    (3, HostOffload(parameters=True), "32-true"),
-    (3, HostOffload(parameters=True), "bf16-mixed"),
+    (1, HostOffload(), "32-true", 1),
+    (2, HostOffload(), "bf16-mixed", 3),
+    (3, HostOffload(), "32-true", 3),
+    (3, HostOffload(parameters=True), "32-true", 1),
+    (3, HostOffload(parameters=True), "bf16-mixed", 3),
 ]
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_late_copies_change_nothing(accumulate: int) -> None:
-    def run(rank: int) -> list[tuple[str, bool, int]]:
+def test_late_copies_change_nothing() -> None:
+    def run(rank: int) -> list[tuple[str, bool, float]]:
         found = []
-        for stage, offload, precision in SETTINGS:
+        for stage, offload, precision, accumulate in SETTINGS:
             results, count = [], 0
             for policy in (None, offload):
                 probe, late = Probe(CASE), MakeLate()
@@ -102,11 +99,11 @@ def test_late_copies_change_nothing(accumulate: int) -> None:
                 count = late.transfers.__dict__.get("count", 0)
                 results.append([*probe.losses, *masters(probe).values()])
             same = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-            found.append((f"stage {stage}, {offload}, {precision}", same, count))
+            found.append((f"stage {stage}, {offload}, {precision}", same, count / accumulate))
         return found
 
     for found in run_world(2, run, timeout=120):
         assert len(found) == len(SETTINGS)
         for name, same, count in found:
             assert same, name
-            assert count >= 4 * accumulate, f"{name}: nothing was late"
+            assert count >= 4, f"{name}: nothing was late"

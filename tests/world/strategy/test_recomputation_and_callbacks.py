@@ -13,20 +13,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.errors import ParameterAccessError
-from tests.helpers.cases import Block, Stack
+from tests.helpers.cases import Stack
+from tests.helpers.rows import Row, compared, in_one_world
 from tests.helpers.runs import (
-    STAGES,
     Net,
     assert_same,
-    each_strategy,
     fit,
     made,
     name_of,
     quiet,
     zero,
 )
-from tests.helpers.training import order_changes
-from tests.helpers.world import run_world
 
 
 class Recomputed(Stack):
@@ -47,8 +44,7 @@ class Recomputed(Stack):
         return self.dropout(layer(x))
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_activation_checkpointing_with_dropout(use_reentrant: bool) -> None:
+def activation_checkpointing_with_dropout(use_reentrant: bool) -> Row:
     def play(strategy: Strategy) -> dict[str, Any]:
         # DDP cannot serve re-entrant checkpointing together with find_unused_parameters; the numbers are the same.
         module = Net(functools.partial(Recomputed, use_reentrant and name_of(strategy) != "ddp"))
@@ -56,55 +52,7 @@ def test_activation_checkpointing_with_dropout(use_reentrant: bool) -> None:
             module, fit(strategy, module, count=4, val=1, gradient_clip_val=0.01, gradient_clip_algorithm="value")
         )
 
-    results = each_strategy(play)
-    assert_same(results)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_recomputed_blocks_share_one_slot_in_a_steady_order(use_reentrant: bool) -> None:
-    """With ``prefetch=0`` a block that is recomputed has to lie beside its slot while the one behind it computes."""
-
-    def play(rank: int) -> list[str]:
-        with order_changes() as found, quiet():
-            fit(zero(3, prefetch=0), Net(functools.partial(Recomputed, use_reentrant)))
-        return found
-
-    assert run_world(2, play) == [[], []]
-
-
-class Teacher(Net):
-    """A block computes while another one is recomputed; and the block that had its slot is left out later on."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda: Stack(*[Block() for _ in range(9)]))
-        self.count = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        layers = self.model.layers
-        self.count += 1
-
-        def region(x: Tensor) -> Tensor:
-            student = layers[1](x)
-            with torch.no_grad():
-                teacher = layers[0](x)
-            return student + teacher
-
-        x = checkpoint(region, layers[3](self.model.stem(x)), use_reentrant=True)
-        return self.model.head(layers[6](x) if self.count <= 3 else x)
-
-
-def test_what_was_to_lie_beside_its_slot_and_finds_it_free_stays_until_it_has_computed() -> None:
-    def play(rank: int) -> list[list[Tensor]]:
-        found = []
-        for strategy in (zero(1), zero(3, prefetch=2)):
-            module = Teacher()
-            with quiet():
-                fit(strategy, module, 7)
-            found.append(list(module.losses))
-        return found
-
-    for first, third in run_world(2, play):
-        assert all(map(torch.equal, first, third))
+    assert_same((yield compared(play)))
 
 
 class CompiledBlocks(Net):
@@ -118,14 +66,14 @@ class CompiledBlocks(Net):
                 self.model.layers[index] = torch.compile(layer, backend="aot_eager")
 
 
-def test_blocks_compiled_in_configure_model_train_as_eager_ones() -> None:
+def blocks_compiled_in_configure_model_train_as_eager_ones() -> Row:
     """``aot_eager``: Dynamo and AOTAutograd for real, torch's own kernels, no compiler."""
 
     def play(rank: int) -> dict[str, dict[str, Any]]:
         results = {}
         with quiet():
             for name, compiles in (("eager", False), ("compiled", True)):
-                for stage in STAGES.values():
+                for stage in (1, 3) if compiles else (1,):
                     module = CompiledBlocks(compiles)
                     trainer = fit(zero(stage), module, count=3, val=1)
                     result = made(module, trainer)
@@ -133,8 +81,8 @@ def test_blocks_compiled_in_configure_model_train_as_eager_ones() -> None:
                     results[f"{name} {stage}"] = result
         return results
 
-    results = run_world(2, play, timeout=200)
-    assert_same(results, [f"compiled {stage}" for stage in (1, 2, 3)], expected="eager 1")
+    results = yield play
+    assert_same(results, [f"compiled {stage}" for stage in (1, 3)], expected="eager 1")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -154,7 +102,7 @@ class Average(pl.Callback):
             self.values[name] = previous * 0.5 + parameter * 0.5
 
 
-def test_a_callback_reads_parameters_where_they_are_whole_and_is_told_where_they_are_not() -> None:
+def a_callback_reads_parameters_where_they_are_whole_and_is_told_where_they_are_not() -> Row:
     def play(strategy: Strategy) -> dict[str, Any]:
         average = Average()
         if not isinstance(strategy, DDPStrategy) and strategy.placement.shards_parameters:  # type: ignore[attr-defined]
@@ -165,4 +113,13 @@ def test_a_callback_reads_parameters_where_they_are_whole_and_is_told_where_they
         assert trainer.global_step == 4
         return average.values
 
-    assert_same(each_strategy(play), ["stage 1", "stage 2"])
+    assert_same((yield compared(play)), ["stage 1", "stage 2"])
+
+
+def test_recomputation_and_callbacks() -> None:
+    in_one_world(
+        2,
+        *map(activation_checkpointing_with_dropout, (True, False)),
+        a_callback_reads_parameters_where_they_are_whole_and_is_told_where_they_are_not(),
+        blocks_compiled_in_configure_model_train_as_eager_ones(),
+    )

@@ -14,13 +14,13 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
 from lightning_zero import CheckpointPolicy, ZeroStrategy, full_parameters
+from tests.helpers.rows import Row, compared, in_one_world
 from tests.helpers.runs import (
     Memory,
     Net,
     again,
     assert_same,
     batches,
-    each_strategy,
     fit,
     made,
     name_of,
@@ -114,52 +114,47 @@ CASES: dict[str, Any] = {
     "weights written in on_fit_start": (Reset, list),
     "a callback's state in on_fit_start": (Net, lambda: [Freezes()]),
     "fresh optimizers": (Fresh, list),
+    "layers made as the checkpoint is read": (Grown, list),
     "time that is used up": (Net, lambda: [Timer(duration={"seconds": 3600})]),
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*used in a forward or backward while no module")
-@pytest.mark.parametrize("name", CASES)
-def test_what_is_restored_before_what(name: str, tmp_path: Path) -> None:
+def what_is_restored_before_what(name: str, folder: Path) -> Row:
     build, callbacks = CASES[name]
 
     def play(strategy: Strategy) -> dict[str, Any]:
-        path = tmp_path / f"{name_of(strategy)}.ckpt"
+        path = folder / f"{name} {name_of(strategy)}.ckpt"
         first = build()
+        if isinstance(first, Grown):
+            first.grow()
         fit(strategy, first, 3, callbacks=callbacks()).save_checkpoint(path)
         module = build()
         trainer = make_trainer(again(strategy), callbacks=callbacks(), max_epochs=2)
         trainer.fit(module, batches(3), ckpt_path=path)
         return made(module, trainer)
 
-    assert_same(each_strategy(play))
+    assert_same((yield compared(play)))
 
 
-def test_layers_that_are_made_as_the_checkpoint_is_read(tmp_path: Path) -> None:
+def an_average_is_evaluated_after_its_fit(precision: Any, folder: Path) -> Row:
     def play(strategy: Strategy) -> dict[str, Any]:
-        path = tmp_path / f"{name_of(strategy)}.ckpt"
-        first = Grown()
-        first.grow()
-        fit(strategy, first, 3).save_checkpoint(path)
-        module = Grown()
-        trainer = make_trainer(again(strategy), max_epochs=2)
-        trainer.fit(module, batches(3), ckpt_path=path)
-        return made(module, trainer)
-
-    assert_same(each_strategy(play))
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_an_average_is_evaluated_after_its_fit(precision: Any, tmp_path: Path) -> None:
-    def play(strategy: Strategy) -> dict[str, Any]:
-        path = tmp_path / f"{name_of(strategy)}.ckpt"
+        path = folder / f"{precision} {name_of(strategy)}.ckpt"
         module = Net()
         trainer = fit(strategy, module, 3, val=1, callbacks=[EMAWeightAveraging(decay=0.8)], precision=precision)
         trainer.save_checkpoint(path)
         before = trainer.validate(module, batches(2))
         return {"before": before, "restored": trainer.validate(module, batches(2), ckpt_path=path)}
 
-    assert_same(each_strategy(play), bound=0.02 if precision == "bf16-mixed" else 0.0)
+    assert_same((yield compared(play)), bound=0.02 if precision == "bf16-mixed" else 0.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*used in a forward or backward while no module")
+def test_a_run_that_goes_on(tmp_path: Path) -> None:
+    in_one_world(
+        2,
+        *(what_is_restored_before_what(name, tmp_path) for name in CASES),
+        *(an_average_is_evaluated_after_its_fit(precision, tmp_path) for precision in ("32-true", "bf16-mixed")),
+    )
 
 
 class WithNet(Net):

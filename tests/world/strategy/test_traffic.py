@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_zero import ZeroPrecision
 from lightning_zero.plan import CollectiveTraffic, Traffic
 from tests.helpers.cases import Block, Case, Stack, case
 from tests.helpers.models import ZOO
 from tests.helpers.probe import Probe, fit
+from tests.helpers.rows import Row, in_one_world
 from tests.helpers.world import run_world
 
 STAGES = (1, 2, 3)
@@ -114,7 +117,10 @@ def check(found: dict[str, Any], stage: int, accumulate: int, where: str) -> Non
         assert total <= (2 if stage == 2 else 3) * found["padded"], where
 
 
-def run_all(world_size: int, settings: dict[str, tuple[Callable[[], dict[str, Any]], int, int]]) -> None:
+Setting = tuple[Callable[[], dict[str, Any]], int, int]
+
+
+def run_all(world_size: int, settings: dict[str, Setting]) -> None:
     def run(rank: int) -> dict[str, dict[str, Any]]:
         return {name: setting[0]() for name, setting in settings.items()}
 
@@ -123,66 +129,42 @@ def run_all(world_size: int, settings: dict[str, tuple[Callable[[], dict[str, An
             check(results[name], stage, accumulate, f"rank {rank} of {world_size}, {name}")
 
 
+def setting(model: Case, stage: int, accumulate: int, *args: Any, **options: Any) -> Setting:
+    return lambda: observe(model, stage, accumulate, *args, **options), stage, accumulate
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("stage", STAGES)
-def test_every_step_sends_what_the_plan_says(world_size: int, stage: int) -> None:
+def test_every_step_sends_what_the_plan_says(world_size: int) -> None:
+    """Whatever the prefetch, which changes only what stays resident, and in bytes under mixed precision."""
     settings = {}
-    for name, model in MODELS.items():
-        if world_size == 3 and name not in ("gpt_tied", "odd_sizes"):
-            continue  # three ranks have other shards and padding, not other exchanges
-        for accumulate in (1, 3):
-            settings[f"{name}, stage {stage}, {accumulate} micro-steps"] = (
-                lambda model=model, accumulate=accumulate: observe(model, stage, accumulate, bucket_mib=0.004),
-                stage,
-                accumulate,
-            )
+    # Three ranks have other shards and padding, not other exchanges.
+    for name in MODELS if world_size == 2 else ("gpt_tied", "odd_sizes"):
+        for stage, accumulate in ((1, 1), (1, 3), (2, 3), (3, 1), (3, 3)):
+            options = setting(MODELS[name], stage, accumulate, bucket_mib=0.004)
+            settings[f"{name}, stage {stage}, {accumulate} micro-steps"] = options
+    if world_size == 2:
+        for name, prefetch, accumulate in itertools.product(("gpt_tied", "frozen_between"), (0, 2), (1, 3)):
+            options = setting(MODELS[name], 3, accumulate, prefetch=prefetch)
+            settings[f"{name}, prefetch {prefetch}, {accumulate} micro-steps"] = options
+        for stage, dtype in itertools.product((1, 3), (None, "bfloat16")):
+            precision = ZeroPrecision("bf16-mixed", reduce_dtype=dtype)
+            settings[f"stage {stage}, averages in {dtype}"] = setting(ZOO["gpt_tied"], stage, 1, precision)
     run_all(world_size, settings)
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_prefetch_changes_only_what_stays_resident(prefetch: int) -> None:
-    settings = {}
-    for name, model in MODELS.items():
-        for accumulate in (1, 3):
-            settings[f"{name}, prefetch {prefetch}, {accumulate} micro-steps"] = (
-                lambda model=model, accumulate=accumulate: observe(model, 3, accumulate, prefetch=prefetch),
-                3,
-                accumulate,
-            )
-    run_all(2, settings)
-
-
-def test_a_frozen_unit_without_backward_is_at_most_what_the_plan_says() -> None:
-    found, _ = run_world(2, lambda rank: observe(ZOO["frozen_mix"], 3, 1))
-    assert found["steps"][-1].reduce_scatter == found["expected"].reduce_scatter
-    assert found["steps"][-1].all_gather.numel <= found["expected"].all_gather.numel
-
-
-@pytest.mark.parametrize("reduce_dtype", [None, "bfloat16"])
-def test_bytes_under_mixed_precision(reduce_dtype: str | None) -> None:
-    from lightning_zero import ZeroPrecision
-
-    settings = {}
-    for stage in STAGES:
-        settings[f"stage {stage}"] = (
-            lambda stage=stage: observe(
-                ZOO["gpt_tied"], stage, 1, ZeroPrecision("bf16-mixed", reduce_dtype=reduce_dtype)
-            ),
-            stage,
-            1,
-        )
-    run_all(2, settings)
-
-
-def test_two_two_and_at_most_three_times_the_model() -> None:
+def test_frozen_units_and_the_whole_of_a_model() -> None:
     """Ten equal blocks and a small root: 2, 2 and 3 times the elements, less what is still resident."""
     deep = case("deep", lambda: Stack(*(Block() for _ in range(10))))
 
-    def run(rank: int) -> list[tuple[int, int]]:
+    def run(rank: int) -> tuple[dict[str, Any], list[tuple[int, int]]]:
         results = [observe(deep, stage, 1) for stage in STAGES]
-        return [(found["steps"][-1].total.numel, found["padded"]) for found in results]
+        totals = [(found["steps"][-1].total.numel, found["padded"]) for found in results]
+        return observe(ZOO["frozen_mix"], 3, 1), totals
 
-    for first, second, third in run_world(2, run):
+    for frozen, (first, second, third) in run_world(2, run):
+        # A frozen unit without a backward is at most what the plan says.
+        assert frozen["steps"][-1].reduce_scatter == frozen["expected"].reduce_scatter
+        assert frozen["steps"][-1].all_gather.numel <= frozen["expected"].all_gather.numel
         assert first[0] == 2 * first[1]
         assert second[0] == 2 * second[1]
         # Root (2 x 20 x 21 elements: 1 gather) and two of ten blocks are not gathered again.
@@ -234,8 +216,7 @@ class MarkWire(pl.Callback):
 COUNT = 6
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_prefetch_is_ahead_of_compute(prefetch: int) -> None:
+def prefetch_is_ahead_of_compute(prefetch: int) -> Row:
     """With a prefetch of k the gather of unit i + k, and of no later one, is under way before the forward of unit i."""
 
     def run(rank: int) -> list[str]:
@@ -244,7 +225,7 @@ def test_prefetch_is_ahead_of_compute(prefetch: int) -> None:
         fit(Probe(model), stage=3, micro_steps=4, callbacks=[MarkWire(events)], prefetch=prefetch)
         return list(events)
 
-    for events in run_world(2, run):
+    for events in (yield run):
         place = {event: index for index, event in enumerate(events) if not event.startswith("gather")}
         gathers: dict[str, list[int]] = {}
         for index, event in enumerate(events):
@@ -262,3 +243,7 @@ def test_prefetch_is_ahead_of_compute(prefetch: int) -> None:
             assert gathers[f"gather {i}"][1] < place[f"backward {i + prefetch}"], events
             if i + prefetch + 1 < COUNT:
                 assert gathers[f"gather {i}"][1] > place[f"backward {i + prefetch + 1} ends"], events
+
+
+def test_prefetch_is_ahead_of_compute() -> None:
+    in_one_world(2, *map(prefetch_is_ahead_of_compute, (0, 1, 2)))
