@@ -146,13 +146,6 @@ def every_other(module: Manual, optimizer: Any, batch_idx: int) -> None:
         optimizer.zero_grad()
 
 
-def clipped(module: Manual, optimizer: Any, batch_idx: int) -> None:
-    optimizer.zero_grad()
-    module.manual_backward(module.loss(batch_idx))
-    module.clip_gradients(optimizer, gradient_clip_val=0.005, gradient_clip_algorithm="value")
-    optimizer.step()
-
-
 def raw_step(module: Manual, optimizer: Any, batch_idx: int) -> None:
     """``use_pl_optimizer=False`` gives the user's own object; its ``step`` moves the weights that forwards use."""
     assert isinstance(optimizer, LightningOptimizer)
@@ -173,28 +166,6 @@ def with_closure(module: Manual, optimizer: Any, batch_idx: int) -> None:
     optimizer.step(closure=closure)
 
 
-def toggled(module: Manual, optimizer: Any, batch_idx: int) -> None:
-    """``toggled_optimizer(sync_grad=False)`` while accumulating: stage 1 keeps local sums as DDP does."""
-    with optimizer.toggle_model(sync_grad=batch_idx % 2 == 1):
-        module.manual_backward(module.loss(batch_idx) / 2)
-        if batch_idx % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-class Scheduled(Manual):
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
-
-
-def with_schedule(module: Manual, optimizer: Any, batch_idx: int) -> None:
-    optimizer.zero_grad()
-    module.manual_backward(module.loss(batch_idx))
-    optimizer.step()
-    module.lr_schedulers().step()
-
-
 def test_loops_by_hand_train_like_ddp() -> None:
     in_one_world(
         2,
@@ -203,11 +174,8 @@ def test_loops_by_hand_train_like_ddp() -> None:
         as_under_ddp(lambda: OneFake(zero_grad_first=True, toggles=False)),
         as_under_ddp(lambda: Manual(twice), exact=False),
         as_under_ddp(lambda: Manual(every_other), exact=False, count=6, steps=3),
-        as_under_ddp(lambda: Manual(clipped)),
         as_under_ddp(lambda: Manual(raw_step), steps=0),  # as in DDP: Lightning counts its own wrapper's steps only
         as_under_ddp(lambda: Manual(with_closure)),
-        as_under_ddp(lambda: Scheduled(with_schedule)),
-        as_under_ddp(lambda: Manual(toggled), exact=False, count=6),
     )
 
 
