@@ -19,11 +19,9 @@ from lightning_zero import ZeroPrecision
 from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.comm import ControlGroup
 from lightning_zero.optim.gradients import LossScaler
-from lightning_zero.session.state import ModuleState
 from tests.helpers.resumed import WIDTH, Everything, run
 from tests.helpers.rows import Row, in_one_world
-from tests.helpers.runs import STAGES, _differences, batches, quiet, raised, values_of, zero
-from tests.helpers.training import make_trainer
+from tests.helpers.runs import STAGES, _differences, quiet, raised, zero
 from tests.helpers.world import run_world
 
 WORLDS = (1, 2, 3)
@@ -325,42 +323,6 @@ def a_thawed_parameter_starts_with_fresh_state(path: Path) -> Row:
         assert len(result["texts"]) == (rank == 0)
 
 
-def frozen_parameters_that_were_left_out_are_not_missing() -> Row:
-    """They keep their values, a warning on rank 0 says how many, and every other gap is still an error."""
-
-    def play(rank: int) -> dict[str, Any]:
-        with quiet():
-            source, target = Everything(), Everything(seed=5)
-            trainers = [make_trainer(zero(stage), max_epochs=1) for stage in (1, 3)]
-            for trainer, module in zip(trainers, (source, target), strict=True):
-                trainer.fit(module, batches(1))
-            built = values_of(target)
-            saver, loader = (ModuleState(t.strategy.engine, m) for t, m in zip(trainers, (source, target), strict=True))
-            state, names = saver.save(exclude_frozen=True), saver.excluded_frozen()
-            whole = {**values_of(source)}
-            state = {name: whole.get(name, whole["stem.weight"]) for name in state}
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                loader.load(state, strict=True, excluded=names)
-            errors: list[str] = []
-            with raised(errors):
-                loader.load({k: v for k, v in state.items() if k != "odd.five"}, strict=True, excluded=names)
-            with raised(errors):
-                loader.load(state, strict=True)
-        texts = [str(w.message) for w in caught]
-        return {
-            "names": names, "texts": texts, "errors": errors, "built": built, "source": whole, "now": values_of(target)
-        }  # fmt: skip
-
-    for rank, result in enumerate((yield play)):
-        assert result["names"] == ["frozen.weight", "frozen.bias"]
-        assert [("2 keep the values" in text) for text in result["texts"]] == [True] * (rank == 0)
-        for name, value in result["now"].items():
-            assert torch.equal(value, result["built" if name in result["names"] else "source"][name]), name
-        assert ['"odd.five".' in text for text in result["errors"]] == [True, False]
-        assert 'Missing key(s) in state_dict: "frozen.weight", "frozen.bias".' in result["errors"][1]
-
-
 class Particular(nn.Module):
     """Loads in a way of its own, as layers with a history and metrics do."""
 
@@ -623,7 +585,6 @@ def test_modules_that_save_and_load_in_a_way_of_their_own(tmp_path: Path) -> Non
     in_one_world(
         2,
         a_thawed_parameter_starts_with_fresh_state(tmp_path / "thawed"),
-        frozen_parameters_that_were_left_out_are_not_missing(),
         a_modules_own_loading_code_runs_on_shards(tmp_path / "particular"),
         an_overridden_state_dict_decides_what_is_saved_and_loaded(tmp_path / "filtered"),
         names_do_not_depend_on_what_wraps_a_block(tmp_path),

@@ -15,48 +15,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_zero import ZeroPrecision, ZeroStrategy, full_parameters
+from lightning_zero import ZeroPrecision, ZeroStrategy
 from lightning_zero.shards.binding import original_kind, set_data
-from tests.helpers.cases import WIDTH, Stack
-from tests.helpers.training import make_trainer, quiet
+from tests.helpers.cases import WIDTH
+from tests.helpers.runs import Net, quiet, values_of
+from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
 
 STAGES = (1, 2, 3)
 TIMEOUT = 90.0
 
 
-def fit(module: pl.LightningModule, stage: int, *, batches: int = 3, precision: Any = None, **strategy: Any) -> Any:
-    plugin = ZeroPrecision(precision) if isinstance(precision, str) else precision
+def fit(module: Net, stage: int, batches: int = 3, **options: Any) -> pl.Trainer:
     with quiet():
-        trainer = make_trainer(
-            ZeroStrategy(stage=stage, precision_plugin=plugin, **{"units": ["Block"], **strategy})  # type: ignore[arg-type]
-        )
+        trainer = make_trainer(ZeroStrategy(stage, **{"units": ["Block"], **options}))  # type: ignore[arg-type]
         trainer.fit(module, DataLoader(range(batches), batch_size=None))
     return trainer
 
 
-def whole(module: nn.Module) -> dict[str, Tensor]:
-    with full_parameters(module):
-        return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-
-
-class Module(pl.LightningModule):
-    def __init__(self, model: nn.Module | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.model = Stack() if model is None else model
-
-    def inputs(self, batch_idx: int) -> Tensor:
-        return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * batch_idx + self.global_rank))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.model(self.inputs(batch_idx)).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-
-class Clipped(Module):
+class Clipped(Net):
     """Weights that user code clips between steps, where they are; each step on whole matrices and on slices."""
 
     def __init__(self) -> None:
@@ -88,17 +65,17 @@ def test_one_rank_steps_on_what_user_code_has_written_between_steps() -> None:
         for stage in (1, 2, 3):
             module = Clipped()
             fit(module, stage, batches=5)
-            for name, value in whole(module).items():
+            for name, value in values_of(module).items():
                 assert torch.equal(value, plain.get_parameter(name)), f"stage {stage}: {name}"
 
     run_world(1, run, timeout=TIMEOUT)
 
 
-class Logs(Module):
+class Logs(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.log("mean", float(self.global_rank), sync_dist=True, on_step=False, on_epoch=True)
         self.log("sum", 1.0 + self.global_rank, sync_dist=True, reduce_fx="sum", on_step=False, on_epoch=True)
-        return super().training_step(batch[0], batch_idx)
+        return super().training_step(batch, batch_idx)
 
 
 def test_the_trainer_knows_that_it_is_distributed() -> None:
@@ -117,7 +94,7 @@ def test_the_trainer_knows_that_it_is_distributed() -> None:
 # ---------------------------------------------------------------------------- the user sees the model that was written
 
 
-class Seen(Module):
+class Seen(Net):
     """Looks at its parameters from every hook."""
 
     def __init__(self) -> None:
@@ -172,7 +149,7 @@ def test_the_user_sees_the_model_that_was_written() -> None:
     def run(rank: int) -> None:
         for stage, precision in ((1, "32-true"), (2, "bf16-mixed"), (3, "32-true"), (3, "bf16-mixed")):
             module = Seen()
-            fit(module, stage, precision=precision)
+            fit(module, stage, precision_plugin=ZeroPrecision(precision))
             module.check("after fit")
             assert set(HOOKS) | {"configure_optimizers"} <= set(module.places)
             assert list(module.state_dict(keep_vars=True)) == [name for name, *_ in module.first]
@@ -183,7 +160,7 @@ def test_the_user_sees_the_model_that_was_written() -> None:
 # --------------------------------------------------------------------------------------------- weights that torch moves
 
 
-class Recurrent(Module):
+class Recurrent(Net):
     """As people write it who once met the warning that asks for ``flatten_parameters``."""
 
     def __init__(self, computed: bool) -> None:
@@ -198,7 +175,7 @@ class Recurrent(Module):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.model.flatten_parameters()
-        loss = self.model(self.inputs(batch_idx)[:, None].expand(-1, 4, -1))[0].square().mean()
+        loss = self.model(self.data(batch_idx)[0][:, None].expand(-1, 4, -1))[0].square().mean()
         self.seen.append(loss.detach())
         return loss
 
@@ -231,7 +208,7 @@ def trained(computed: bool, stage: int, monkeypatch: pytest.MonkeyPatch | None) 
             module.model.flatten_parameters()
             assert [weight.data_ptr() for weight in module.model.parameters()] != before
         fit(module, stage, units=[type(module.model).__name__])
-    return [*module.seen, *whole(module).values()]
+    return [*module.seen, *values_of(module).values()]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

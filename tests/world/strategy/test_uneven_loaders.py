@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
@@ -235,32 +234,6 @@ def evaluation_beside_training_may_be_uneven(stage: int) -> Row:
         assert all(torch.equal(a, b) for a, b in zip(ours[2], ddp[2], strict=True))
 
 
-def a_writer_of_predictions_gets_no_more_than_there_are(interval: Any) -> Row:
-    class Writer(BasePredictionWriter):
-        def __init__(self) -> None:
-            super().__init__(interval)
-            self.told: list[Any] = []
-
-        def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, indices: Any, *args: Any) -> None:
-            self.told.append((len(prediction), indices))
-
-        def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
-            self.told.append(([len(prediction) for prediction in predictions], indices))
-
-    def world(rank: int) -> list[Any]:
-        results = []
-        for strategy in (DDPStrategy(process_group_backend="gloo"), zero(3)):
-            writer = Writer()
-            with quiet():
-                trainer = make_trainer(strategy, callbacks=[writer], use_distributed_sampler=True)
-                trainer.predict(Evaluated(), DataLoader(range(5), batch_size=1))
-            results.append(writer.told)
-        return results
-
-    for ddp, ours in (yield world):
-        assert ours == ddp
-
-
 def loaders_of_one_trainer_are_as_they_were_for_the_next() -> Row:
     def world(rank: int) -> tuple[list[int], list[str]]:
         with quiet():
@@ -352,7 +325,6 @@ def test_ranks_with_other_numbers_of_batches() -> None:
         *map(only_the_end_of_combined_loaders_counts, ("max_size", "max_size_cycle")),
         loaders_that_follow_one_another_are_each_joined(),
         *map(evaluation_beside_training_may_be_uneven, (1, 3)),
-        *map(a_writer_of_predictions_gets_no_more_than_there_are, ("batch", "epoch")),
         loaders_of_one_trainer_are_as_they_were_for_the_next(),
         a_run_that_ends_before_the_data_is_none_the_wiser(),
         one_rank_may_look_at_its_data(),
