@@ -293,7 +293,7 @@ class Compression:
         if self.weights is None and self.gradients is None:
             raise ValueError("Compression of nothing: give weights, gradients or both, for example gradients='int8'.")
         if self.error_feedback and self.gradients is None:
-            raise ValueError("Compression.error_feedback is for rounded gradients: give gradients, too, as 'int4'.")
+            raise ValueError("Compression.error_feedback needs rounded gradients: set gradients, too, as 'int4'.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -305,8 +305,8 @@ class LocalSlice:
             if self._slice in optimizer.entries:
                 if optimizer.rule == "whole":
                     raise UnsupportedOptimizerError(
-                        f"{optimizer.label} needs whole parameters, so the state of '{self.name}' is at one "
-                        "process only: `lightning_zero.full_optimizer_state(module, name, key)`, on every rank."
+                        f"{optimizer.label} needs whole parameters, so the state of '{self.name}' is on one "
+                        "rank only: `lightning_zero.full_optimizer_state(module, name, key)`, on every rank."
                     )
                 return dict(optimizer.state.get(self._slice.target, {}))
         return {}

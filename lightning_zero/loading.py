@@ -412,8 +412,8 @@ def _materialise(module: nn.Module, read: set[int], device: torch.device) -> Non
 def _device(map_location: Any) -> torch.device | None:
     if not isinstance(map_location, (str, int, torch.device, type(None))):
         raise TypeError(
-            f"map_location must be one device such as 'cpu' or 'cuda:0', got {map_location!r}: a module is put on one "
-            "device as a whole, wherever its tensors were when they were saved."
+            f"map_location must be one device such as 'cpu' or 'cuda:0', got {map_location!r}: a module is loaded "
+            "to one device, wherever its tensors were when they were saved."
         )
     device = None if map_location is None else torch.device(map_location)
     if device is not None and device.type == "meta":

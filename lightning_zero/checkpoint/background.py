@@ -162,7 +162,7 @@ class Saver:
                 taken.append(self._snapshots.take(checkpoint))
 
         advice = (
-            "A save in the background begins with a copy in the host's memory. Keep out of the checkpoint what cannot "
+            "A save in the background first copies the checkpoint to host memory. Leave out of it what cannot "
             "be copied, free memory on the host, or use CheckpointPolicy(async_save=False)."
         )
         self._control.together(f"copy what is needed to {what}", take, advice=advice)

@@ -129,7 +129,7 @@ def naming_failures(what: str, rank: int, *more: Any) -> Iterator[None]:
     """
     if _inherited is not None and (parent := parent_rank()) is not None:
         raise CommunicationError(
-            f"{what} was asked for in a process that rank {parent} has forked (a worker of a DataLoader, say), which "
+            f"{what} was called in a process that rank {parent} has forked (a worker of a DataLoader, say), which "
             "cannot reach the other ranks. Do it in the rank itself, in a step method or a hook, and let the worker "
             "return what it needs."
         )

@@ -73,13 +73,13 @@ class _Gradient(Source):
         if one.gradient is None or bucket.shard.numbers[one.position] != self._number:
             raise ParameterAccessError(
                 f"{called} uses the {self.what} that was cleared or replaced since it was read, and its memory is used "
-                "again. Read `.grad` anew, or keep a copy of it: clone it while it is there."
+                "again. Read `.grad` again, or keep a copy of it: clone it while it is there."
             )
         if _is_apart(bucket, one.position):
             raise ParameterAccessError(
-                f"{called} was called of the gradient of '{self._binding.name}', which is an average that nobody has "
-                "cleared and this rank's own sum since: their sum is nowhere. Clear gradients after each step, or look "
-                "at them in `on_before_optimizer_step`."
+                f"{called} was called on the gradient of '{self._binding.name}', which was averaged but not cleared, "
+                "and to which this rank has added since: the two parts are separate. Clear gradients after each step, "
+                "or read them in `on_before_optimizer_step`."
             )
         if self._engine.progress.between_micro_steps and not linear:
             raise ParameterAccessError(
@@ -202,10 +202,10 @@ class ParameterAccess:
             # In the user's hooks it may be a part of what DDP would show.
             if self._engine.progress.in_backward and (bucket.has_gradient(one.position) or one.gradient is not None):
                 raise ParameterAccessError(
-                    f"A hook on '{binding.name}' asked for .grad in the middle of an accumulation, or where nobody "
-                    "clears gradients (of a parameter in no optimizer, say). What came before is elsewhere, so that "
-                    "its sum with this gradient is not there. Use a hook on the tensor (`parameter.register_hook`), "
-                    "which gets this gradient, or edit the sum in `on_before_optimizer_step`."
+                    f"A hook on '{binding.name}' read .grad during gradient accumulation, or for a parameter whose "
+                    "gradient is never cleared (one in no optimizer, say). Earlier gradients are kept separately, so "
+                    "there is no sum with this one yet. Use a hook on the tensor (`parameter.register_hook`), which "
+                    "gets this gradient, or edit the sum in `on_before_optimizer_step`."
                 )
             return local
         whole, gradient = _sum_of_own(bucket, one.position), one.gradient

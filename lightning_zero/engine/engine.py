@@ -93,7 +93,7 @@ def _torn(doing: str) -> RuntimeError:
     """The error of whoever needs weights, or updates them, after an optimizer step on them has failed."""
     return RuntimeError(
         f"{doing}: an optimizer step on offloaded weights failed half-way, so they are partly old, partly new. Resume "
-        "from the last checkpoint (`trainer.fit(..., ckpt_path=...)`), which is intact, or build the module anew."
+        "from the last checkpoint (`trainer.fit(..., ckpt_path=...)`), which is intact, or build the module again."
     )
 
 
@@ -593,9 +593,9 @@ class ZeroEngine:
         other = next((rank for rank, row in enumerate(rows) if row[0] != rows[0][0]), None)
         if other is not None:
             raise DivergenceError(
-                f"Rank {other} called {what} with other values or arguments than rank 0. Each rank holds a slice of "
-                "the whole, so all must have done the same to it: look for a mask, a factor or a noise that depends on "
-                "the rank, or use `with lightning_zero.full_gradients(module):`."
+                f"Rank {other} called {what} with other values or arguments than rank 0. Each rank holds one slice, so "
+                "all ranks must do the same to their slices: look for a mask, a factor or a noise that depends on the "
+                "rank, or use `with lightning_zero.full_gradients(module):`."
             )
         if at_once:
             own = [row[1 : 1 + count] for row in rows]
@@ -641,9 +641,9 @@ class ZeroEngine:
     def _refuse_thawed(self) -> None:
         if thawed := self.thawed():
             raise ParameterAccessError(
-                f"Parameter '{thawed[0]}' was frozen when this step began and is trainable now, so that its gradient "
-                "has nowhere to go. Set `requires_grad` between steps (`on_train_batch_start`): the next training step "
-                "lays the module out anew then. Or leave it True, and set `.grad = None` where it is not to be stepped."
+                f"Parameter '{thawed[0]}' was frozen when this step began and is trainable now, so there is no buffer "
+                "for its gradient. Set `requires_grad` between steps (`on_train_batch_start`): the next training step "
+                "then shards the module again. Or keep it trainable, and set `.grad = None` to skip its update."
             )
 
     def _open_forward(self) -> None:

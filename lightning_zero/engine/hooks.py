@@ -261,9 +261,9 @@ class _Attached:
         module = None if get_spawning_popen() is not None else self._module()
         if module is not None and any(map(is_absent, nn.Module.parameters(module))):
             raise ParameterAccessError(
-                f"{what} of {type(module).__name__} was asked for while its parameters are not in memory: it would "
-                "hold NaN. Make it inside `with lightning_zero.full_parameters(module):`, on every rank, outside of a "
-                "step; that takes the memory of the whole module."
+                f"{what} of {type(module).__name__} was requested while its parameters are not in memory: it would "
+                "contain NaN. Do it inside `with lightning_zero.full_parameters(module):`, on every rank, outside of a "
+                "step; that takes the memory of the full module."
             )
 
 

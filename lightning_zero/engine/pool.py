@@ -176,7 +176,7 @@ class BufferPool:
                 warnings.warn(
                     f"A tensor that shares memory with {some(map(repr, sorted(names)))} (a view, `detach()` or `data`) "
                     "was kept while the weight got new values. Under DDP such a tensor follows its weight; here it "
-                    "goes on showing the old values. Clone it where it is made, or read the weight anew, in a step or "
+                    "keeps the old values. Clone it where it is created, or read the weight again, in a step or "
                     "inside of `full_parameters`.",
                     stacklevel=2,
                 )

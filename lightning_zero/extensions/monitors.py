@@ -269,11 +269,11 @@ class CommunicationMonitor(StepMonitor):
         if wrong and not self._warned:
             self._warned = True
             warnings.warn(
-                f"CommunicationMonitor: a step of {self._micro_steps} micro-steps sent something else than the plan "
-                f"says ({'; '.join(wrong)}). The plan takes every unit to run once per forward and once per backward: "
-                "units that run more often (recomputed activations), or not at all (a branch not taken, a frozen unit "
-                "with nothing to train before it, an optimizer step that a loss scaler skipped), and whatever reads "
-                "full parameters or gradients in a step, make the difference.",
+                f"CommunicationMonitor: a step of {self._micro_steps} micro-steps sent something else than planned "
+                f"({'; '.join(wrong)}). The plan assumes that every unit runs once per forward and once per backward. "
+                "Possible reasons: units that run more often (recomputed activations) or not at all (a branch not "
+                "taken, a frozen unit with nothing to train before it, an optimizer step that a loss scaler skipped), "
+                "and code that reads full parameters or gradients in a step.",
                 stacklevel=2,
             )
 

@@ -465,7 +465,7 @@ def clients_of(store: Any) -> list[tuple[int, str]]:
     return found
 
 
-_EARLIER = "An earlier run has shut the connections: start the processes anew. It ended like this:"
+_EARLIER = "An earlier run has closed the connections: restart all ranks. It ended with:"
 _GONE = "has ended without a word: its process is gone"
 _NUMBERS = itertools.count()  # alike on all ranks
 _WATCH: Watch | None = None

@@ -132,7 +132,7 @@ class LossScaler(torch.amp.GradScaler):
             return scaler
         if type(scaler) not in _TORCHS:
             raise ValueError(
-                f"{type(scaler).__name__} is a GradScaler of its own, whose methods look at whole gradients; a rank "
+                f"{type(scaler).__name__} is a custom GradScaler, whose methods need full gradients; a rank "
                 "holds slices. Pass `torch.amp.GradScaler(...)`, or derive it from "
                 "`lightning_zero.optim.gradients.LossScaler` and override `update`."
             )

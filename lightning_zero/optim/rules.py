@@ -71,7 +71,7 @@ def optimizer_rule(optimizer: Optimizer) -> str:
     if not isinstance(vars(optimizer).get("_optimizer_step_pre_hooks"), OrderedDict):
         raise UnsupportedOptimizerError(
             f"{cls.__name__} cannot be sharded: it has no step hooks, because its __init__ does not call "
-            "`super().__init__(params, defaults)`. Have it do so; a wrapper can pass the param_groups of what it wraps."
+            "`super().__init__(params, defaults)`. Call it there; a wrapper can pass the param_groups of what it wraps."
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UnsupportedOptimizerError(
@@ -103,9 +103,9 @@ def check_offloadable(optimizer: Optimizer, label: str, rule: str, tier: Tier, d
 
 
 _NEEDS_CLOSURE = (
-    "{name} cannot be sharded as it is: its step() turned out to need a closure, to run forward and backward inside of "
-    "the step. Let it say so, by an argument without a default: `def step(self, closure)`. Every rank then steps on "
-    "whole parameters, which takes the memory that it takes under DDP."
+    "{name} cannot be sharded as it is: its step() needs a closure, which runs forward and backward inside of the "
+    "step. Declare it as an argument without a default: `def step(self, closure)`. Every rank then steps on full "
+    "parameters, with the memory of DDP."
 )
 
 

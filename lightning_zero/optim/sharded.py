@@ -73,7 +73,7 @@ class ShardedOptimizer:
         if is_hooked(optimizer):
             raise UnsupportedOptimizerError(
                 f"{label} has trained in an earlier fit, whose slices of its state do not belong to this one. Build a "
-                "new optimizer in configure_optimizers. To go on with the state, save a checkpoint and resume from it: "
+                "new optimizer in configure_optimizers. To keep the state, save a checkpoint and resume from it: "
                 "`trainer.fit(..., ckpt_path=...)`."
             )
         self.optimizer = optimizer
@@ -312,7 +312,7 @@ class ShardedOptimizer:
             if lost := sorted(state.keys() - {entry.name for entry in whole.places}):
                 raise UnsupportedOptimizerError(
                     f"{self.label} has state for {some(map(repr, lost))}, which are in none of its param groups, and "
-                    f"would lose it now that the module is laid out anew: {type(self.optimizer).__name__} needs whole "
+                    f"would lose it when the module is sharded again: {type(self.optimizer).__name__} needs whole "
                     "parameters. Leave them in their groups, with `requires_grad` set to False."
                 )
             whole.load()

@@ -127,8 +127,8 @@ class VisibleState(MutableMapping[Any, Any]):
 
     def __reduce__(self) -> NoReturn:
         raise UnsupportedOptimizerError(
-            f"A pickle of {self._view.label} would hold one process's slices of its state. Save with "
-            "`trainer.save_checkpoint`, which writes all of it, for any number of processes."
+            f"A pickle of {self._view.label} would hold one rank's slices of its state. Save with "
+            "`trainer.save_checkpoint`, which writes all of it, for any number of ranks."
         )
 
     def __repr__(self) -> str:
@@ -192,7 +192,7 @@ class OptimizerView:
         """Refuse to show state that is on one rank only."""
         if self._whole:
             raise UnsupportedOptimizerError(
-                f"{self.label} needs whole parameters, so each one's state is at one process only. To read it "
+                f"{self.label} needs whole parameters, so each one's state is on one rank only. To read it "
                 "anywhere: `lightning_zero.full_optimizer_state(module, name, key)`, on every rank."
             )
 

@@ -248,8 +248,8 @@ def require_lightning(checkpoint: Mapping[str, Any], path: str | os.PathLike[str
     """Make sure that Lightning wrote a checkpoint, so that a run can go on from it: ``CheckpointError``."""
     if "pytorch-lightning_version" not in checkpoint:
         raise CheckpointError(
-            f"'{os.fspath(path)}' is no checkpoint of a Trainer and holds weights only: a run cannot go on from it. To "
-            "begin one with these weights, use CheckpointPolicy(initial_weights=...) in place of `ckpt_path`."
+            f"'{os.fspath(path)}' was not saved by a Trainer and holds weights only: a run cannot resume from it. To "
+            "start a run with these weights, use CheckpointPolicy(initial_weights=...) in place of `ckpt_path`."
         )
 
 

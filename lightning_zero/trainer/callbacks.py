@@ -157,7 +157,7 @@ def adapt_fit(
                 rank_zero_warn(
                     'ModelCheckpoint(save_last="link") points last.ckpt to a new checkpoint at once, but with '
                     "async_save the checkpoint is there only a while later: a run that is killed in between has no "
-                    "last.ckpt to go on from. Use save_last=True."
+                    "last.ckpt to resume from. Use save_last=True."
                 )
         elif isinstance(callback, BaseFinetuning) and absent:
             replaced.within(callback, "finetune_function", partial(full_parameters, module))

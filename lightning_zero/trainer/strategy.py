@@ -264,8 +264,8 @@ class ZeroStrategy(Processes, ParallelStrategy):
         averages = averaging(self._module.trainer.callbacks) if self._absent else []  # type: ignore[attr-defined]
         if averages:
             raise ParameterAccessError(
-                f"Parameters thawed in mid-fit, whose slices {type(averages[0]).__name__} averages: they would be cut "
-                "anew. Thaw before the fit, or use stage 1 or 2 in full precision."
+                f"Parameters thawed in mid-fit, whose slices {type(averages[0]).__name__} averages: they would be "
+                "sharded again. Thaw before the fit, or use stage 1 or 2 in full precision."
             )
 
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]

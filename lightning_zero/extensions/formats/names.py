@@ -260,8 +260,8 @@ class _Group:
                 for t in tensors
             ]
             raise CheckpointError(
-                f"'{self._name}' of {type(self._model).__name__} cannot be made of what is stored, {some(stored)}: "
-                f"{error}. Are all files of the model there, and are they of this configuration?"
+                f"'{self._name}' of {type(self._model).__name__} cannot be built from the stored {some(stored)}: "
+                f"{error}. Are all files of the model there, and do they belong to this configuration?"
             ) from error
         return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
 

@@ -266,9 +266,9 @@ class DataFile:
     def damaged(self, what: str, where: str) -> OffloadError:
         """The error for ``what`` was read there, and is not what was written."""
         return OffloadError(
-            f"Rank {self._rank}: reading {what} of '{self.path}' gave something else than was written: {where}. The "
-            "disk, its cable or the memory does not keep what it is given, or somebody wrote there. The last "
-            "checkpoint is intact: resume from it, on another disk."
+            f"Rank {self._rank}: {what} of '{self.path}' differs from what was written: {where}. The disk, its cable "
+            "or the memory is faulty, or another program wrote to the file. The last checkpoint "
+            "is intact: resume from it, on another disk."
         )
 
     def _lost(self, reason: str) -> OffloadError:

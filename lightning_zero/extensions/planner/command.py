@@ -248,7 +248,7 @@ class Planner:
         parts.append(estimate.describe(offload=offload))
         parts += [self.unknown] if self.unknown else []
         if self.assumed:
-            parts.append("Which optimizer the model makes cannot be told without training it: AdamW is assumed.")
+            parts.append("The model's optimizer is not known before training: AdamW is assumed.")
         if self.config.lora is not None and self.model is not None:
             trained = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
             parts.append(f"LoRA of rank {self.config.lora}: {trained:,} parameters are trained, the others are frozen.")

@@ -173,8 +173,8 @@ class MemoryEstimate:
         more = "" if self.counted else " Slots and buckets, which a number of parameters does not tell, come on top."
         if not fits:
             reason = (
-                f"Nothing fits into {device}: {'; '.join(problems.values())}.{more} Use more processes or larger "
-                "devices, or lightning_zero.NvmeOffload where it is host memory that is missing."
+                f"Nothing fits into {device}: {'; '.join(problems.values())}.{more} Use more ranks or larger "
+                "devices, or lightning_zero.NvmeOffload if host memory is missing."
             )
             return nothing(reason=reason, fits=())
         if not known:

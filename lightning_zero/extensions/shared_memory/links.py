@@ -100,7 +100,7 @@ class Links:
                 waiting.poll(1000)
                 self._read(0.0)
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"rank {peer} has not read what it was told for {self.timeout:.0f} s") from None
+                    raise RuntimeError(f"rank {peer} has not read a message for {self.timeout:.0f} s") from None
             except (BrokenPipeError, ConnectionResetError):
                 os.close(self._writers.pop(peer))
 

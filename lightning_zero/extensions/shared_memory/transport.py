@@ -364,8 +364,8 @@ class Transport:
         expected = reading.needs.get(message.peer)
         if message.check != reading.check or message.nbytes != expected:
             reading.failure = (
-                f"rank {message.peer} is somewhere else in the program: it offers {message.nbytes} bytes for something "
-                f"else, or of another size, where this rank expects {expected}"
+                f"rank {message.peer} is at another place in the program: it sends {message.nbytes} bytes for another "
+                f"call or of another size, where this rank expects {expected}"
             )
             return
         reading.offsets[message.peer] = message.offset

@@ -146,7 +146,7 @@ def test_behind_the_step_they_show_the_old_values_and_a_warning_says_so() -> Non
         assert read == [True] * 3
         assert told
         assert "'model.blocks.0.linear.weight'" in told[0]
-        assert "goes on showing the old values. Clone it where it is made" in told[0]
+        assert "keeps the old values. Clone it where it is created" in told[0]
 
 
 def test_nobody_is_warned_of_what_is_let_go() -> None:

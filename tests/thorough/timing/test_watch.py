@@ -174,7 +174,7 @@ def test_what_ended_an_earlier_run_is_told_as_that() -> None:
         groups.control.barrier()
         return watch.explain()
 
-    told = "An earlier run has shut the connections: start the processes anew. It ended like this: No rank can go on."
+    told = "An earlier run has closed the connections: restart all ranks. It ended with: No rank can go on."
     assert run_world(2, world, init_group=False) == [told] * 2
 
 

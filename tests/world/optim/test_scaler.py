@@ -90,7 +90,7 @@ def test_a_grad_scaler_becomes_one() -> None:
     class Own(torch.amp.GradScaler):
         pass
 
-    with pytest.raises(ValueError, match="Own is a GradScaler of its own"):
+    with pytest.raises(ValueError, match="Own is a custom GradScaler"):
         LossScaler.of(Own("cpu"))
 
 

@@ -341,7 +341,7 @@ def test_one_host_keeps_nothing() -> None:
 
 
 def test_settings_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="error_feedback is for rounded gradients: give gradients"):
+    with pytest.raises(ValueError, match="error_feedback needs rounded gradients: set gradients"):
         Compression(weights="int8", error_feedback=True)
     with pytest.raises(ValueError, match="error_feedback must be true or false, got 'yes'"):
         Compression(gradients="int8", error_feedback="yes")  # type: ignore[arg-type]

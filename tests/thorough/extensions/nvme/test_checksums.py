@@ -67,10 +67,11 @@ def test_a_flipped_bit_is_an_error_that_says_where(tmp_path: Path, name: str, ho
         page = 4096 + 2 * STEP * 4
         start, end = {"whole": (0, NUMEL), "windows": (2 * STEP, 3 * STEP)}.get(how, (2 * STEP, 2 * STEP + 1024))
         assert str(caught.value) == (
-            f"Rank 3: reading exp_avg of unit 1 (the window of elements {start} to {end}, at byte {4096 + start * 4}) "
-            f"of '{opened.folder}/data' gave something else than was written: 1 of {-(-(end - start) // 1024)} pages "
-            f"have another checksum, first the one at byte {page}. The disk, its cable or the memory does not keep "
-            "what it is given, or somebody wrote there. The last checkpoint is intact: resume from it, on another disk."
+            f"Rank 3: exp_avg of unit 1 (the window of elements {start} to {end}, at byte {4096 + start * 4}) "
+            f"of '{opened.folder}/data' differs from what was written: 1 of {-(-(end - start) // 1024)} pages "
+            f"have another checksum, first the one at byte {page}. The disk, its cable or the memory is "
+            "faulty, or another program wrote to the file. The last checkpoint is intact: resume from it, on another "
+            "disk."
         )
         assert torch.equal(resting.part(0, 2 * STEP).read(), values()[: 2 * STEP]), "the rest can be read"
         resting.write(values(1024), 2 * STEP)  # the whole page anew
