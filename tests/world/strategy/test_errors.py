@@ -24,40 +24,20 @@ from torch.utils.data import DataLoader
 from lightning_zero import ZeroCLI, ZeroPrecision, ZeroStrategy, full_parameters
 from tests.helpers.cases import WIDTH, Stack
 from tests.helpers.rows import Row, in_one_world
-from tests.helpers.training import make_trainer, quiet
+from tests.helpers.runs import Net, quiet
+from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
 
 STAGES = (1, 2, 3)
 WEIGHT = "model.layers.0.up.weight"
 
 
-class Module(pl.LightningModule):
-    """Trains a stack; what goes wrong is in subclasses, or in ``mishap(module, batch_idx)``, called by every step."""
-
-    def __init__(self, mishap: Callable[[Any, int], Any] | None = None, model: nn.Module | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.model = model or Stack()
-        self._mishap = mishap
-        self.losses: list[float] = []
+class Module(Net):
+    """What goes wrong is in subclasses."""
 
     @property
     def weight(self) -> nn.Parameter:
         return self.model.layers[0].up.weight
-
-    def inputs(self, batch_idx: int) -> Tensor:
-        return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(batch_idx))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-        loss = self.model(self.inputs(batch_idx)).square().mean()
-        if self._mishap is not None:
-            extra = self._mishap(self, batch_idx)
-            loss = loss if extra is None else loss + extra
-        self.losses.append(float(loss.detach()))
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
 class Manual(Module):
@@ -70,7 +50,7 @@ class Manual(Module):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
-        self._play(self, optimizer, self.model(self.inputs(batch_idx)).square().mean())
+        self._play(self, optimizer, self.model(self.data(batch_idx)[0]).square().mean())
 
 
 def fit(
@@ -117,7 +97,7 @@ def other_models(stage: int, rank: int) -> None:
     model = Stack()
     if rank:
         model.head = nn.Linear(WIDTH, 7)
-    fit(Module(model=model), stage)
+    fit(Module(lambda: model), stage)
 
 
 SETTINGS: dict[str, Callable[[int], ZeroStrategy]] = {

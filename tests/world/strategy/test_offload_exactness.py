@@ -24,7 +24,7 @@ from tests.helpers.rows import Row, in_one_world
 from tests.helpers.runs import Net, batches, quiet, values_of, zero
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
-from tests.world.optim.test_optimizers import ELEMENTWISE, MATRICES, Odd, SaveAfter, two_groups
+from tests.world.optim.test_optimizers import MATRICES, Odd, SaveAfter, two_groups
 
 optim = torch.optim
 
@@ -130,27 +130,6 @@ def test_every_stage_and_policy(world_size: int, tmp_path: Path) -> None:
     none_of(run_world(world_size, run))
 
 
-EARLY = ("adagrad", "rmsprop centered momentum")
-
-
-def optimizers_with_other_state(tmp_path: Path) -> Row:
-    """Made by the constructor, several tensors. ``tests/optim`` has every optimizer."""
-
-    def run(rank: int) -> dict[str, list[str]]:
-        found = {}
-        for index, name in enumerate(EARLY):
-
-            def make(module: nn.Module, name: str = name) -> Optimizer:
-                cls, settings = ELEMENTWISE[name]
-                return cls(two_groups(module), **settings)
-
-            some = differences(tmp_path, make, (3, 1)[index % 2], only=("host", "files"), steps=3)
-            found |= {f"{name}, {where}": bad for where, bad in some.items()}
-        return found
-
-    none_of((yield run))
-
-
 class Overflowing(Probe):
     """Gradients of the third batch overflow on one rank."""
 
@@ -189,66 +168,13 @@ def precisions_skipped_steps_and_schedulers(tmp_path: Path) -> Row:
     none_of((yield run))
 
 
-class Late(pl.Callback):
-    """Step hooks that change gradients, registered before a step and right before the next one, and a new group."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            trainer.optimizers[0].register_step_pre_hook(self.halve)
-            trainer.optimizers[0].register_step_post_hook(self.count)
-        if batch_idx == 2:
-            head = list(module.model.head.parameters())
-            trainer.optimizers[0].add_param_group({"params": head, "lr": 0.02})
-
-    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Optimizer) -> None:
-        if not self.seen:
-            optimizer.register_step_pre_hook(self.halve)
-            self.seen.append(0)
-
-    def halve(self, optimizer: Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(0.5)
-
-    def count(self, optimizer: Optimizer, *_: Any) -> None:
-        self.seen.append(sum(p.grad is not None for group in optimizer.param_groups for p in group["params"]))
-
-
-def step_hooks_and_groups_that_come_later(stage: int, tmp_path: Path) -> Row:
-    """The first step is on half the gradients already, and so is every other."""
-
-    def without_head(module: Any) -> Optimizer:
-        head = set(module.model.head.parameters())
-        return optim.Adam([p for p in module.parameters() if p not in head], lr=0.01)
-
-    def run(rank: int) -> dict[str, list[str]]:
-        made: list[Late] = []
-
-        def late() -> list[pl.Callback]:
-            made.append(Late())
-            return [made[-1]]
-
-        found = differences(tmp_path, without_head, stage, callbacks=late)
-        expected = made[0].seen
-        assert len(expected) == 4
-        assert all(expected[1:])
-        assert [callback.seen for callback in made] == [expected] * len(made)
-        return found
-
-    none_of((yield run))
-
-
 def a_late_step_hook_counts_for_whole_matrices(tmp_path: Path) -> Row:
     """They are collected from the ranks after it, not before. On the host of a CPU they can be stepped on, too."""
 
     def run(rank: int) -> dict[str, list[str]]:
         def play(offload: Offload | None, half: bool) -> dict[str, Any]:
             probe = Probe(MATRICES, lambda m: optim.Muon(list(m.model.layers.parameters()), lr=0.02))
-            callbacks = [Late2()] if half else []
+            callbacks = [Clamp()] if half else []
             trainer = fit(probe, stage=3, micro_steps=3, callbacks=callbacks, offload=offload)
             return outcome(probe, trainer)
 
@@ -261,7 +187,7 @@ def a_late_step_hook_counts_for_whole_matrices(tmp_path: Path) -> Row:
     none_of((yield run))
 
 
-class Late2(pl.Callback):
+class Clamp(pl.Callback):
     """Clamps gradients right before each step."""
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -514,9 +440,7 @@ def frozen_bytes_stay_in_files(path: Path) -> Row:
 def test_what_else_offload_does_not_change(tmp_path: Path) -> None:
     in_one_world(
         2,
-        optimizers_with_other_state(tmp_path),
         precisions_skipped_steps_and_schedulers(tmp_path),
-        *(step_hooks_and_groups_that_come_later(stage, tmp_path) for stage in (1, 3)),
         a_late_step_hook_counts_for_whole_matrices(tmp_path),
         several_optimizers_by_hand(tmp_path),
         checkpoints_are_the_same_with_and_without_offload(tmp_path),
