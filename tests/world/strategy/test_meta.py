@@ -24,7 +24,6 @@ from lightning_zero.shards.binding import original_kind
 from tests.helpers.rows import Row, in_one_world
 from tests.helpers.training import make_trainer, quiet
 
-STAGES = (1, 2, 3)
 WIDTH = 24
 SEED = 11
 
@@ -254,17 +253,6 @@ def test_modules_initialise_themselves_children_first() -> None:
     assert not torch.equal(net.layers[0].up.weight, net.layers[1].up.weight)
 
 
-class Deferred(pl.LightningModule):
-    def configure_model(self) -> None:
-        self.net = on_meta()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net(batch).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
 def identity_and_attributes_of_meta_parameters_survive() -> Row:
     def train(rank: int) -> bool:
         module = Module(on_meta)
@@ -345,10 +333,9 @@ def in_16_bits_a_step_is_not_taken_for_writes_of_the_user(stage: int) -> Row:
     """Parameters that left the meta device shared one count of writes: a step on one unit seemed to write to all."""
 
     def run(rank: int) -> list[int]:
-        module = Deferred()
-        trainer = make_trainer(ZeroStrategy(stage, units=["Layer"]), precision="bf16-mixed")  # type: ignore[arg-type]
+        module = Module(on_meta)
         with quiet():
-            trainer.fit(module, DataLoader(torch.zeros(3, 5, dtype=torch.long), 1))
+            make_trainer(strategy(stage), precision="bf16-mixed").fit(module, data(), data(1))
         parameters = list(module.parameters())
         before = [parameter._version for parameter in parameters]
         torch.autograd.graph.increment_version(parameters[0])

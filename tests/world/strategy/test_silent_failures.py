@@ -22,7 +22,6 @@ from tests.helpers.runs import Net, quiet, values_of
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
 
-STAGES = (1, 2, 3)
 TIMEOUT = 90.0
 
 
