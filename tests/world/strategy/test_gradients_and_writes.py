@@ -16,14 +16,15 @@ from tests.helpers.runs import Net, again, assert_same, fit, made, quiet, raised
 
 
 class BackwardInBackward(Net):
-    """A layer that is used twice, each time in a backward inside of the backward; hooks change what was summed up."""
+    """A layer that is used twice, each time in a backward inside of the backward; hooks may change the sums."""
 
-    def __init__(self) -> None:
+    def __init__(self, hooks: bool, reentrant: bool = True) -> None:
         super().__init__(nn.Identity)
+        self.reentrant = reentrant
         torch.manual_seed(3)
         self.first, self.shared, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Block()
         self.sums: list[float] = []
-        for parameter in self.parameters():
+        for parameter in self.parameters() if hooks else ():
             parameter.register_post_accumulate_grad_hook(self.change)
 
     def change(self, parameter: Tensor) -> None:
@@ -33,7 +34,7 @@ class BackwardInBackward(Net):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for _ in range(2):
-            x = checkpoint(self.shared, x, use_reentrant=True)
+            x = checkpoint(self.shared, x, use_reentrant=self.reentrant)
         return self.last(x)
 
 
@@ -42,12 +43,22 @@ def a_hook_that_asks_for_the_sum_of_backwards_inside_of_one_is_told() -> Row:
         errors: list[str] = []
         for stage in (1, 3):
             with quiet(), raised(errors):
-                fit(zero(stage), BackwardInBackward())
+                fit(zero(stage), BackwardInBackward(hooks=True))
         return errors
 
     for errors in (yield run):
         assert len(errors) == 2
         assert all("'shared." in e and "in the middle of an accumulation" in e for e in errors), errors
+
+
+def gradients_that_arrive_twice_in_a_backward_are_added() -> Row:
+    """DDP takes no part in two backwards; the sum of two is the same in one."""
+
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = BackwardInBackward(hooks=False, reentrant=not isinstance(strategy, DDPStrategy))
+        return made(module, fit(strategy, module))
+
+    assert_same((yield compared(play)))
 
 
 class UsesAWeightAheadOfItsBlock(Net):
@@ -141,6 +152,7 @@ def test_what_user_code_does_to_gradients_weights_and_steps() -> None:
     in_one_world(
         2,
         a_hook_that_asks_for_the_sum_of_backwards_inside_of_one_is_told(),
+        gradients_that_arrive_twice_in_a_backward_are_added(),
         *map(a_late_gradient_is_added_to_those_of_all_ranks, (0, 1)),
         a_write_to_whole_parameters_is_kept_by_whole_matrix_optimizers(),
         a_step_that_calls_that_of_its_base_is_one(),
