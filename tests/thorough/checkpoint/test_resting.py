@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from lightning_zero.checkpoint import (
@@ -26,7 +25,6 @@ from lightning_zero.extensions.nvme.files import FileSystem, FileTensor
 from lightning_zero.extensions.nvme.store import NvmeStore
 from tests.helpers.samples import checkpoint, control, end_to_end, load_and_verify, one_by_one, parameters, verify
 from tests.helpers.world import run_world
-from tests.world.checkpoint.test_foreign import Boxed, grid
 
 MIB = 1 << 20
 
@@ -211,20 +209,6 @@ def test_a_snapshot_is_a_copy_with_the_same_ties(tmp_path: Path) -> None:
         assert needed <= snapshots.nbytes - 9000 * 4 <= needed + 64 * (len(shards) + 3)
 
 
-def test_a_handle_outside_of_a_shard_is_saved_as_the_tensor_it_stands_for(tmp_path: Path) -> None:
-    with store_in(tmp_path) as store:
-        region = store.allocate(5, torch.float32, "a test")
-        region.write(torch.arange(5.0))
-        whole = {"state_dict": {"w": torch.ones(2)}, "optimizer_states": [], "callbacks": {"mine": {"x": region}}}
-        for taken in (whole, Snapshots().take(whole)):
-            save_checkpoint_directory(taken, tmp_path / "c", control(), plan_summary={})
-            found = open_checkpoint(tmp_path / "c", control())["callbacks"]["mine"]["x"]
-            assert type(found) is Tensor
-            assert torch.equal(found, torch.arange(5.0))
-            save_consolidated_file(taken, tmp_path / "c.ckpt", control())
-            assert torch.equal(torch.load(tmp_path / "c.ckpt")["callbacks"]["mine"]["x"], torch.arange(5.0))
-
-
 # -------------------------------------------------------------------------------------------------------------- loading
 
 
@@ -250,17 +234,6 @@ def test_a_directory_is_read_into_files(tmp_path: Path) -> None:
         found = open_checkpoint(tmp_path / "c", control())
         check_ranges(found["state_dict"], parameters(1), store)
         verify(found, 1, end_to_end, control())
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_boxes_that_are_no_ranges_are_read_into_files(tmp_path: Path) -> None:
-    """As strategies store them that cut the columns of a matrix."""
-    random_ = random.Random(0)
-    values = {str(n): torch.arange(60.0).reshape(shape) + n for n, shape in enumerate([(5, 12), (3, 4, 5), (60,)])}
-    boxed = {name: Boxed(value, grid(tuple(value.shape), random_)) for name, value in values.items()}
-    dcp.save(boxed, checkpoint_id=tmp_path / "c", no_dist=True)
-    with store_in(tmp_path) as store:
-        check_ranges(open_checkpoint(tmp_path / "c", control())["state_dict"], values, store)
 
 
 def test_loading_holds_one_piece_at_a_time(tmp_path: Path) -> None:

@@ -127,17 +127,6 @@ def test_nothing_there(tmp_path: Path, store: str, place: str, remote: bool) -> 
     assert len(verify_checkpoint(path)) == 1
 
 
-def test_a_file_that_only_one_rank_sees(tmp_path: Path) -> None:
-    torch.save({"w": torch.ones(3)}, tmp_path / "w.pt")
-
-    def rank(number: int) -> str:
-        with pytest.raises(CheckpointError) as caught:
-            open_checkpoint(tmp_path / ("w.pt" if number else "x.pt"), control())
-        return str(caught.value)
-
-    assert all("failed on rank 0" in message for message in run_world(2, rank, timeout=30))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Safetensors
 
@@ -229,12 +218,6 @@ def test_a_file_at_the_root_of_a_file_system(tmp_path: Path, ending: str) -> Non
             assert same(open_checkpoint(url, control())["state_dict"]["w"], state["w"])
     finally:
         fsspec.filesystem("memory").rm_file(f"/{name}")
-
-
-def test_a_pipe_is_no_torch_file(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "x.ckpt")
-    with pytest.raises(CheckpointError, match=r"x\.ckpt' is not a regular file"):
-        open_checkpoint(tmp_path / "x.ckpt", control())
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

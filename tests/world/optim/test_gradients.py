@@ -88,8 +88,7 @@ def test_awkward_values(norm_type: float) -> None:
         check(gradient_norm(gradients, ALONE, norm_type), name, norm_type)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_awkward_values_over_ranks(world_size: int) -> None:
+def test_awkward_values_over_ranks() -> None:
     """Rank 0 has every other slice, rank 1 the rest, rank 2 nothing; through the hosts, and as on an accelerator."""
 
     def run(rank: int) -> list[Tensor]:
@@ -103,31 +102,9 @@ def test_awkward_values_over_ranks(world_size: int) -> None:
         ]
 
     asked = [(name, norm_type) for name in awkward() for norm_type in NORMS for _ in range(2)]
-    for norms in run_world(world_size, run):
+    for norms in run_world(3, run):
         for norm, (name, norm_type) in zip(norms, asked, strict=True):
             check(norm, name, norm_type)
-
-
-@pytest.mark.parametrize("norm_type", NORMS)
-def test_the_norm_is_that_in_float64_rounded_once(norm_type: float) -> None:
-    norm = gradient_norm(whole(), ALONE, norm_type)
-    assert norm.dtype is torch.float32
-    assert norm.shape == ()
-    assert float(norm) == float(torch.tensor(exact(whole(), norm_type)))
-
-
-def test_a_float32_sum_would_be_another_number() -> None:
-    """16,777,216 + 1 is not a float32: squares of 4096 and 300 ones."""
-    gradients = [torch.tensor([4096.0]), *(torch.ones(1) for _ in range(300))]
-    assert float(gradient_norm(gradients, ALONE)) == float(torch.tensor(math.sqrt(2**24 + 300)))
-    assert float(torch.tensor(math.sqrt(2**24 + 300))) != 4096.0
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_dtypes(dtype: torch.dtype) -> None:
-    norm = gradient_norm(whole(dtype), ALONE)
-    assert norm.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
-    assert float(norm) == pytest.approx(exact(whole(dtype), 2.0), rel=1e-15 if dtype is torch.float64 else 1e-7)
 
 
 @pytest.mark.parametrize("norm_type", NORMS)
@@ -142,59 +119,10 @@ def test_complex_gradients(dtype: torch.dtype, norm_type: float) -> None:
     assert float(gradient_norm(gradients, ALONE, norm_type)) == pytest.approx(0.5, rel=1e-5)
 
 
-def test_fp16_does_not_overflow() -> None:
-    assert float(gradient_norm([torch.full((4,), 60000.0, dtype=torch.float16)], ALONE)) == 120000.0
-
-
-@pytest.mark.parametrize("norm_type", NORMS)
-def test_nothing_has_norm_zero(norm_type: float) -> None:
-    assert float(gradient_norm([], ALONE, norm_type)) == 0.0
-    assert float(gradient_norm([torch.zeros(0)], ALONE, norm_type)) == 0.0
-
-
 @pytest.mark.parametrize("norm_type", [0.0, -1.0, -INF, NAN])
 def test_norms_that_there_are_not(norm_type: float) -> None:
     with pytest.raises(ValueError, match="must be 1, 2, another positive number, or inf"):
         gradient_norm([torch.ones(3)], ALONE, norm_type)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("norm_type", NORMS)
-def test_what_is_not_finite_shows(norm_type: float, bad: float) -> None:
-    norm = float(gradient_norm([torch.ones(3), torch.tensor([1.0, bad])], ALONE, norm_type))
-    assert math.isnan(norm) if math.isnan(bad) else norm == float("inf")
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_on_one_rank_shows_on_all(bad: float) -> None:
-    def run(rank: int) -> list[float]:
-        control = Groups.create().control
-        mine = torch.tensor([1.0, bad if rank == 1 else 1.0])
-        return [float(gradient_norm([mine], control, norm_type)) for norm_type in NORMS]
-
-    for norms in run_world(3, run):
-        assert all(math.isnan(norm) if math.isnan(bad) else norm == float("inf") for norm in norms)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_every_cut_gives_the_same_norm_on_every_rank(world_size: int) -> None:
-    """Also where a rank holds nothing, or nothing of the one gradient in float64."""
-    flat = torch.cat(whole())
-
-    def cuts(rank: int) -> list[list[Tensor]]:
-        even = list(flat.tensor_split(world_size))[rank]
-        return [[even], list(even.split(7)), [flat] if rank == 0 else [], [flat] if rank == world_size - 1 else []]
-
-    def run(rank: int) -> tuple[list[list[float]], torch.dtype]:
-        control = Groups.create().control
-        norms = [[float(gradient_norm(cut, control, norm_type)) for cut in cuts(rank)] for norm_type in NORMS]
-        mixed = gradient_norm([torch.ones(2), torch.ones(rank, dtype=torch.float64)], control)
-        return norms, mixed.dtype
-
-    for norms, dtype in run_world(world_size, run):
-        for norm_type, found in zip(NORMS, norms, strict=True):
-            assert found == [float(torch.tensor(exact(whole(), norm_type)))] * 4
-        assert dtype is torch.float64
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 1e6])
@@ -233,16 +161,6 @@ def test_clipping_by_what_is_no_norm(norm: float) -> None:
     factor = min(1.0, 1.0 / (norm + 1e-6)) if norm == norm else NAN
     for gradient, value in zip(gradients, ([1.0, -2.0], [3.0]), strict=True):
         torch.testing.assert_close(gradient.float(), torch.tensor(value) * factor, rtol=0, atol=0, equal_nan=True)
-
-
-def test_clipping_keeps_dtypes() -> None:
-    gradients = [torch.full((3,), 2.0, dtype=dtype) for dtype in (torch.float16, torch.float32, torch.float64)]
-    norm = gradient_norm(gradients, ALONE)
-    assert float(norm) == pytest.approx(6.0, rel=1e-15)
-    clip_by_norm(gradients, 3.0, norm)
-    for gradient, dtype in zip(gradients, (torch.float16, torch.float32, torch.float64), strict=True):
-        assert gradient.dtype is dtype
-        assert torch.allclose(gradient, torch.ones(3, dtype=dtype), rtol=1e-3)
 
 
 def test_clipping_by_value() -> None:
