@@ -202,8 +202,8 @@ class ParameterAccess:
             # In the user's hooks it may be a part of what DDP would show.
             if self._engine.progress.in_backward and (bucket.has_gradient(one.position) or one.gradient is not None):
                 raise ParameterAccessError(
-                    f"A hook on '{binding.name}' read .grad during gradient accumulation, or for a parameter whose "
-                    "gradient is never cleared (one in no optimizer, say). Earlier gradients are kept separately, so "
+                    f"A hook on '{binding.name}' read .grad in the middle of an accumulation, or for a parameter "
+                    "whose gradient is never cleared (one in no optimizer, say). Earlier gradients are kept apart, so "
                     "there is no sum with this one yet. Use a hook on the tensor (`parameter.register_hook`), which "
                     "gets this gradient, or edit the sum in `on_before_optimizer_step`."
                 )

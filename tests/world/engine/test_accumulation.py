@@ -150,4 +150,4 @@ def test_what_is_an_average_and_a_sum_beside_it_cannot_be_seen() -> None:
                 assert "no averages yet" in third, name
             else:
                 assert not first, name
-                assert ("and this rank's own sum since" in third) == (name != "is there"), name
+                assert ("to which this rank has added since" in third) == (name != "is there"), name

@@ -210,7 +210,9 @@ def test_a_step_that_sends_more_is_warned_of_once() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             _, (notes, _) = watched(1, 8, every=1, probe=Reader((3, 5)))
-        texts = [str(warning.message) for warning in caught if "than the plan says" in str(warning.message)]
+        texts = [
+            str(warning.message) for warning in caught if "sent something else than planned" in str(warning.message)
+        ]
         return texts, [metrics["zero/traffic/all_gather/ratio"] for metrics in ours(notes).values()]
 
     for texts, ratios in run_world(2, run):
