@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from lightning_zero import local_slices
 from lightning_zero.comm.native import SWITCH
-from tests.helpers.runs import Net, fit, made, quiet, values_of, zero
+from tests.helpers.runs import Net, _differences, fit, made, quiet, values_of, zero
 from tests.helpers.world import run_world
 
 
@@ -51,23 +51,6 @@ class ClipsBeforeTheBatch(Writes):
         self.late()
         for part in local_slices(self, write=True):
             part.value.clamp_(-0.05, 0.05)
-
-
-@pytest.mark.parametrize("kind", [SwapsForValidation, ClipsBeforeTheBatch])
-def test_what_a_slower_rank_writes_to_its_shards_is_read_as_over_a_wire(kind: type[Writes]) -> None:
-    def play(rank: int) -> dict[str, Any]:
-        with quiet():
-            module = kind()
-            return made(module, fit(zero(3, prefetch=0), module, count=3, val=1))
-
-    shared = run_world(2, play)
-    over_gloo = run_world(2, play, environment={SWITCH: "0"})
-    for found, expected in zip(shared, over_gloo, strict=True):
-        assert [float(loss) for loss in found["losses"]] == [float(loss) for loss in expected["losses"]]
-        assert {k: float(v) for k, v in found["metrics"].items()} == {
-            k: float(v) for k, v in expected["metrics"].items()
-        }
-        assert all(torch.equal(found["weights"][name], value) for name, value in expected["weights"].items())
 
 
 class Fuse(torch.autograd.Function):
@@ -110,16 +93,21 @@ class Retries(Net):
         optimizer.step()
 
 
-@pytest.mark.parametrize("switch", ["0", "1"])
-def test_a_backward_that_failed_leaves_nothing_in_the_next_one(switch: str) -> None:
-    def play(rank: int) -> list[dict[str, Tensor]]:
+def test_what_a_slower_rank_writes_to_its_shards_is_read_as_over_a_wire() -> None:
+    """And a backward that failed leaves nothing in the next one, either way."""
+
+    @quiet()
+    def play(rank: int) -> list[dict[str, Any]]:
         found = []
+        for kind in (SwapsForValidation, ClipsBeforeTheBatch):
+            module = kind()
+            found.append(made(module, fit(zero(3, prefetch=0), module, count=3, val=1)))
         for fails in (False, True):
             module = Retries(fails)
-            with quiet():
-                fit(zero(1), module, count=2)
+            fit(zero(1), module, count=2)
             found.append(values_of(module))
         return found
 
-    for without, after in run_world(2, play, environment={SWITCH: switch}):
-        assert all(torch.equal(after[name], value) for name, value in without.items())
+    for shared, over_gloo in zip(run_world(2, play), run_world(2, play, environment={SWITCH: "0"}), strict=True):
+        assert not _differences(over_gloo, shared, 0.0, "shared")
+        assert not _differences(shared[2], shared[3], 0.0, "after a failure")
