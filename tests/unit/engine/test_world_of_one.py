@@ -38,7 +38,7 @@ def model() -> nn.Sequential:
 class Run:
     def __init__(self, **settings: Any) -> None:
         self.module = model()
-        self.plan = build_plan(self.module, stage=3, world_size=1, units=["Block"], **settings)
+        self.plan = build_plan(self.module, world_size=1, units=["Block"], **{"stage": 3, **settings})
         tiers = MemoryTiers(torch.device("cpu"))
         self.engine = ZeroEngine(self.module, self.plan, LocalCollectives(), ControlGroup(None), tiers)
         self.engine.prepare_training()
@@ -53,6 +53,23 @@ class Run:
 
 def hooks(module: nn.Module) -> int:
     return len(module._forward_pre_hooks) + len(module._forward_hooks)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_was_read_before_the_data_was_replaced_keeps_its_values(stage: int) -> None:
+    """So averaged weights are evaluated: kept, replaced, used, and put back."""
+    run = Run(stage=stage)
+    run.step()
+    parameter = run.module[1].linear.weight
+    kept = parameter.data
+    before = kept.clone()
+    parameter.data = torch.full_like(kept, 0.5)
+    run.step()
+    assert torch.equal(kept, before)
+    assert parameter.eq(0.5).all()
+    parameter.data = kept
+    run.step()
+    assert torch.equal(parameter, before)
 
 
 def test_parameters_stay_whole_and_blocks_have_no_hooks() -> None:

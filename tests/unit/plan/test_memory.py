@@ -169,6 +169,7 @@ def test_nvme_offload_keeps_gradients_and_one_pool_on_the_host(model: nn.Module)
         nvme(checksums="yes")
     unchecked = offloaded(model, nvme(parameters=True, checksums=False))
     assert unchecked.expected_host_memory().buffers == 2 * 2**20 + 2 * LAYER // 2 * 2
+    assert offloaded(layers(512), nvme(parameters=True)).fetch_nbytes == WIDE // 2 * 2, "one unit's shard"
     # 4,096 / 2 elements of 2 and of 4 bytes: whole pages.
     assert plan.expected_disk() == DiskBytes(
         weights=4 * LAYER // 2 * 2, masters=4 * LAYER // 2 * 4, optimizer=2 * 3 * LAYER // 2 * 4

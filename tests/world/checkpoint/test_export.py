@@ -670,7 +670,7 @@ def test_consolidation_needs_no_memory_for_the_model(tmp_path: Path) -> None:
         "print((peak() - before) // 10**6)\n"
     )
     stdout, _ = run_script(["-c", code], cwd=tmp_path)
-    assert int(stdout) <= 40
+    assert int(stdout) < 60, "less than one of them"
     assert (tmp_path / "c.ckpt").stat().st_size > 160_000_000
     assert (tmp_path / "c.safetensors").stat().st_size > 80_000_000
 
