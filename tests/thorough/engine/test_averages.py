@@ -17,7 +17,19 @@ from torch.optim.swa_utils import get_ema_avg_fn, get_ema_multi_avg_fn
 from lightning_zero import HostOffload, NvmeOffload
 from lightning_zero.errors import ParameterAccessError
 from tests.helpers.cases import WIDTH, Block
-from tests.helpers.runs import STAGES, Net, assert_same, batches, each_strategy, fit, made, quiet, values_of, zero
+from tests.helpers.runs import (
+    STAGES,
+    Net,
+    again,
+    assert_same,
+    batches,
+    each_strategy,
+    fit,
+    made,
+    quiet,
+    values_of,
+    zero,
+)
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
 
@@ -54,28 +66,26 @@ MADE: dict[str, Any] = {
 OPTIONS: dict[str, Any] = {"max_epochs": 3, "val_check_interval": 2, "num_sanity_val_steps": 1}
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_averages_are_those_of_ddp(name: str) -> None:
-    """Losses, what was validated with (the average), and what is left in the module at the end."""
+PRECISIONS = ("bf16-true", "64-true")
+
+
+def test_averages_are_those_of_ddp() -> None:
+    """Losses, what was validated with (the average), and what is left in the module; also in a second fit.
+
+    An average keeps the dtype in which Lightning copied the module before the precision cast it: a small decay would be
+    lost in bfloat16.
+    """
 
     def play(strategy: Strategy) -> dict[str, Any]:
-        module = Net(Normed)
-        with quiet():
-            trainer = fit(strategy, module, 4, val=1, callbacks=[MADE[name]()], **OPTIONS)
-        return made(module, trainer)
-
-    assert_same(each_strategy(play))
-
-
-@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
-def test_averages_keep_the_dtype_in_which_lightning_copied_them(precision: Any) -> None:
-    """It copies the module before the precision casts it: a small decay would be lost in bfloat16."""
-
-    def play(strategy: Strategy) -> dict[str, Any]:
-        module = Net(Normed)
-        with quiet():
-            trainer = fit(strategy, module, 4, callbacks=[EMAWeightAveraging(decay=0.99)], precision=precision)
-        return made(module, trainer)
+        found: dict[str, Any] = {}
+        for name, make in MADE.items():
+            module = Net(Normed)
+            found[name] = made(module, fit(again(strategy), module, 4, val=1, callbacks=[make()], **OPTIONS))
+        found["second fit"] = made(module, fit(again(strategy), module, 3, val=1, callbacks=[MADE["ema"]()]))
+        for precision in PRECISIONS:
+            module, average = Net(Normed), EMAWeightAveraging(decay=0.99)
+            found[precision] = made(module, fit(again(strategy), module, 4, callbacks=[average], precision=precision))
+        return found
 
     assert_same(each_strategy(play))
 
@@ -164,21 +174,6 @@ def test_averages_with_offload(kind: str, tmp_path: Path) -> None:
     assert_same(run_world(2, play), [kind], expected="none")
 
 
-def test_a_second_fit() -> None:
-    """Its copy is made of a module that the first one has sharded."""
-
-    def play(strategy: Strategy) -> dict[str, Any]:
-        module = Net(Normed)
-        with quiet():
-            for _ in range(2):
-                fresh = type(strategy) is DDPStrategy
-                again = DDPStrategy(find_unused_parameters=True) if fresh else zero(stage_of(strategy))
-                fit(again, module, 3, val=1, callbacks=[MADE["ema"]()])
-        return {"weights": values_of(module), "losses": module.losses}
-
-    assert_same(each_strategy(play))
-
-
 def own(average: Tensor, current: Tensor, count: Any) -> Tensor:
     return torch.lerp(average, current, 0.1)
 
@@ -199,10 +194,6 @@ def test_an_averaging_function_of_one_s_own_is_refused_where_it_would_get_slices
             fit(zero(1), Net(Normed), 3, callbacks=[EveryOther(use_buffers=False, avg_fn=own)])
 
     run_world(2, play)
-
-
-def stage_of(strategy: Any) -> int:
-    return 1 + strategy.placement.shards_gradients + strategy.placement.shards_parameters
 
 
 def test_an_average_takes_a_share_of_memory() -> None:

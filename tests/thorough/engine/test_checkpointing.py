@@ -1,4 +1,4 @@
-"""A run that was stopped, saved and resumed is the run that was not, bit for bit."""
+"""What a resumed run has beside weights, state and loops, which tests/world/strategy/test_elastic.py compares."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor
 
@@ -73,74 +72,6 @@ def folder_of(root: Path, strategy: Strategy) -> Path:
     return root / name_of(strategy)
 
 
-def _keeper(folder: Path, **options: Any) -> ModelCheckpoint:
-    settings = {"monitor": "val_loss", "save_top_k": 2, "save_last": True, "filename": "{epoch}"}
-    return ModelCheckpoint(folder, **{**settings, **options})
-
-
-def test_resuming_from_last_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    """Weights, buffers, optimizer, scheduler, loops, callbacks and the user's own entries."""
-
-    def run(strategy: Strategy, folder: Path, epochs: int, ckpt_path: str | None) -> dict[str, Any]:
-        module, keeper = Resumable(), _keeper(folder)
-        stopper = EarlyStopping("val_loss", patience=50)
-        trainer = make_trainer(strategy, max_epochs=epochs, callbacks=[keeper, stopper], enable_checkpointing=True)
-        trainer.fit(module, batches(3), batches(1), ckpt_path=ckpt_path)
-        kept = sorted(path.name for path in folder.iterdir())
-        return {
-            **result_of(module, trainer, last=6),
-            "kept": kept,
-            "best": (Path(keeper.best_model_path).name, float(keeper.best_model_score)),
-            "stopper": stopper.state_dict(),
-        }
-
-    def play(strategy: Strategy) -> dict[str, Any]:
-        folder = folder_of(tmp_path, strategy)
-        whole = run(strategy, folder / "whole", 4, None)
-        run(again(strategy), folder / "parts", 2, None)
-        resumed = run(again(strategy), folder / "parts", 4, "last")
-        return {"whole": whole, "resumed": resumed}
-
-    results = each_strategy(play)
-    for result in results:
-        for name in ("ddp", *STAGES):
-            assert_same([{"whole": result[name]["whole"], "resumed": result[name]["resumed"]}], ["resumed"], 0, "whole")
-    assert results[0]["ddp"]["whole"]["mine"] == 12
-    assert "last.ckpt" in results[0]["stage 3"]["whole"]["kept"]
-    assert len(results[0]["stage 3"]["whole"]["kept"]) == 3
-    assert_same(results)
-
-
-@pytest.mark.parametrize("at", ["mid-epoch", "accumulating"])
-def test_resuming_in_mid_epoch(at: str, tmp_path: Path) -> None:
-    """``trainer.save_checkpoint`` between two steps, called by the user from a hook."""
-
-    class Saver(pl.Callback):
-        def on_train_batch_end(
-            self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
-        ) -> None:
-            if (trainer.current_epoch, batch_idx) == (1, 1):
-                trainer.save_checkpoint(folder_of(tmp_path, trainer.strategy) / "mid.ckpt")
-
-    accumulate = 1 if at == "mid-epoch" else 2
-    count = 4
-
-    def play(strategy: Strategy) -> dict[str, Any]:
-        module = Resumable()
-        trainer = fit(
-            strategy, module, count=count, max_epochs=2, callbacks=[Saver()], accumulate_grad_batches=accumulate
-        )
-        whole = result_of(module, trainer, last=2)
-        module = Resumable()
-        trainer = make_trainer(again(strategy), max_epochs=2, accumulate_grad_batches=accumulate)
-        trainer.fit(module, batches(count), ckpt_path=folder_of(tmp_path, strategy) / "mid.ckpt")
-        return {"whole": whole, "resumed": result_of(module, trainer, last=2)}
-
-    for result in each_strategy(play):
-        for name in ("ddp", *STAGES):
-            assert_same([{"whole": result[name]["whole"], "resumed": result[name]["resumed"]}], ["resumed"], 0, "whole")
-
-
 def test_the_loss_scale_is_resumed(tmp_path: Path) -> None:
     """fp16: the scale has grown, and a step that overflows after the resumption is skipped in both runs alike."""
 
@@ -177,30 +108,6 @@ def test_the_loss_scale_is_resumed(tmp_path: Path) -> None:
         # 6 good steps in pairs, one overflow, one pair of good steps.
         assert results[0][name]["scale"]["scale"] == 2.0**10 * 2**3 / 2 * 2
         assert results[0][name]["scheduler"] == 8  # of 9 batches: the skipped step has not moved the scheduler
-
-
-def test_testing_best_last_and_weights_only_checkpoints(tmp_path: Path) -> None:
-    def play(strategy: Strategy) -> dict[str, Any]:
-        folder = folder_of(tmp_path, strategy)
-        module, keeper = Net(), _keeper(folder, save_top_k=-1, mode="max")  # the best is the first
-        trainer = make_trainer(strategy, max_epochs=3, callbacks=[keeper], enable_checkpointing=True)
-        trainer.fit(module, batches(3), batches(1))
-        trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
-        found: dict[str, Any] = {"now": trainer.test(module, batches(2), verbose=False)}
-        for ckpt_path in ("best", "last", str(folder / "weights.ckpt")):
-            found[Path(ckpt_path).name] = trainer.test(module, batches(2), ckpt_path=ckpt_path, verbose=False)
-        found["fresh"] = make_trainer(again(strategy)).test(
-            Net(seed=9), batches(2), ckpt_path=folder / "weights.ckpt", verbose=False
-        )
-        return found
-
-    results = each_strategy(play)
-    for result in results:
-        for name in STAGES:
-            found = result[name]
-            assert found["now"] == found["last"] == found["weights.ckpt"] == found["fresh"]
-            assert found["best"] != found["now"]
-    assert_same(results)
 
 
 def test_a_checkpoint_of_weights_cannot_resume_a_fit(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from lightning_zero.engine import engine_of
 from lightning_zero.shards.sharded import ShardedTensor
 from tests.helpers.cases import Stack
 from tests.helpers.models import ZOO
-from tests.helpers.runs import STAGES, Net, assert_same, each_strategy, fit, made, quiet, values_of, zero
+from tests.helpers.runs import STAGES, Net, again, assert_same, each_strategy, fit, made, quiet, values_of, zero
 from tests.helpers.world import run_world
 
 HOOKS = ("on_after_backward", "on_before_optimizer_step")
@@ -86,24 +86,6 @@ def edit(module: nn.Module) -> dict[str, Tensor | None]:
     return gradients(module)
 
 
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("act", [gradients, norms, clip, edit], ids=lambda act: act.__name__)
-def test_it_is_what_ddp_does_bit_for_bit(act: Callable[[Acts], Any], hook: str) -> None:
-    def play(strategy: Strategy) -> dict[str, Any]:
-        module = Acts(act, hook)
-        trainer = fit(strategy, module, count=3)
-        return {"seen": module.seen, **made(module, trainer)}
-
-    assert_same(each_strategy(play))
-
-
-class Muon(Acts):
-    """With an optimizer that needs whole parameters, for the matrices."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Muon([p for p in self.parameters() if p.ndim == 2], lr=0.01)
-
-
 class Frozen(Acts):
     """With parameters that have no gradient: frozen, and never used."""
 
@@ -132,12 +114,16 @@ class Manual(Acts):
         pass
 
 
-@pytest.mark.parametrize("kind", [Frozen, Manual])
-def test_other_modules_and_optimizers(kind: type[Acts]) -> None:
+def test_it_is_what_ddp_does_bit_for_bit() -> None:
+    rows = {f"{act.__name__} {hook}": (Acts, act, hook) for act in (gradients, norms, clip, edit) for hook in HOOKS}
+    rows |= {kind.__name__: (kind, edit, HOOKS[1]) for kind in (Frozen, Manual)}
+
     def play(strategy: Strategy) -> dict[str, Any]:
-        module = kind(edit)
-        trainer = fit(strategy, module, count=3)
-        return {"seen": module.seen, **made(module, trainer)}
+        found = {}
+        for name, (kind, act, hook) in rows.items():
+            module = kind(act, hook)
+            found[name] = {**made(module, fit(again(strategy), module, count=3)), "seen": module.seen}
+        return found
 
     assert_same(each_strategy(play))
 
@@ -155,46 +141,35 @@ def test_gradients_that_accumulate() -> None:
     assert_same(results, bound=1e-4)
 
 
-@pytest.mark.parametrize("options", [{"offload": HostOffload()}, {"offload": HostOffload(parameters=True)}])
-def test_offloaded_gradients(options: dict[str, Any]) -> None:
-    stages = (3,) if options["offload"].parameters else (1, 2, 3)
-
-    def play(rank: int) -> list[dict[str, Any]]:
-        results = []
-        for stage in stages:
-            for extra in ({}, options):
-                module = Acts(edit)
-                with quiet():
-                    trainer = fit(zero(stage, **extra), module, count=3)
-                results.append({"seen": module.seen, **made(module, trainer)})
-        return results
-
-    for results in run_world(2, play, timeout=200):
-        for plain, offloaded in zip(results[::2], results[1::2], strict=True):
-            assert_same([{"plain": plain, "offloaded": offloaded}], ["offloaded"], expected="plain")
-
-
-@pytest.mark.parametrize("kind", [Acts, Manual])
-def test_gradients_have_the_dtype_of_the_parameters(kind: type[Acts]) -> None:
-    """As DDP's under autocast, whatever the module computes in."""
+def test_gradients_where_the_optimizer_is_offloaded_or_autocast_computes() -> None:
+    """They have the dtype of the parameters then, as DDP's."""
 
     def dtypes(module: Acts) -> set[torch.dtype]:
         edit(module)
         return {p.grad.dtype for p in module.parameters() if p.grad is not None}
 
-    def play(rank: int) -> None:
-        for stage in STAGES.values():
-            with quiet():
-                module = kind(dtypes)
-                fit(zero(stage), module, count=2, precision="bf16-mixed")
-            assert module.seen == [{torch.float32}] * 2
+    def play(rank: int) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        offloads = {"plain": None, "host": HostOffload(), "host, parameters": HostOffload(parameters=True)}
+        with quiet():
+            for name, offload in offloads.items():
+                for stage in STAGES.values() if "parameters" not in name else (3,):
+                    module = Acts(edit)
+                    seen = made(module, fit(zero(stage, offload=offload), module, count=3))
+                    found.setdefault(name, {})[str(stage)] = {**seen, "seen": module.seen}
+            found["host, parameters"] = {**found["plain"], **found["host, parameters"]}
+            for stage in STAGES.values():
+                for kind in (Acts, Manual):
+                    narrow = kind(dtypes)
+                    fit(zero(stage), narrow, count=2, precision="bf16-mixed")
+                    assert narrow.seen == [{torch.float32}] * 2
+        return found
 
-    run_world(2, play, timeout=100)
+    assert_same(run_world(2, play, timeout=200), ["host", "host, parameters"], expected="plain")
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("name", ["odd_sizes", "unused_parameter", "mixed_dtypes", "shared_across_units"])
-def test_all_or_some_in_worlds_of_any_size(name: str, world_size: int) -> None:
+def test_all_or_some_in_worlds_of_any_size(world_size: int) -> None:
     """The same as ``full_gradient``, one by one; of some, the others' ``.grad`` stays as it was."""
     from tests.world.test_debug import Module
     from tests.world.test_debug import fit as fit_case
@@ -227,8 +202,9 @@ def test_all_or_some_in_worlds_of_any_size(name: str, world_size: int) -> None:
         assert engine is engine_of(module)
 
     def play(rank: int) -> None:
-        for stage in STAGES.values():
-            fit_case(Module(ZOO[name], look), stage, steps=2)
+        for name in ("odd_sizes", "unused_parameter", "mixed_dtypes", "shared_across_units"):
+            for stage in STAGES.values():
+                fit_case(Module(ZOO[name], look), stage, steps=2)
 
     run_world(world_size, play, timeout=100)
 
@@ -313,9 +289,6 @@ def test_accumulation_goes_on_after_an_edit() -> None:
             results.append(values_of(module))
         return results
 
-    def plainly() -> dict[str, Tensor]:
-        raise NotImplementedError
-
     first, second = run_world(2, play)
     for results in (first, second):
         assert_same([{"2": results[0], "3": results[1]}], ["3"], expected="2")  # type: ignore[list-item]
@@ -345,75 +318,60 @@ class Stop(Exception):
     pass
 
 
-def failing(change: Callable[[nn.Module, int], None], ranks: tuple[int, ...]) -> list[tuple[int, str]]:
-    """What every rank is told in every stage if ``change`` is made on ``ranks`` only; nothing must have been kept."""
-
-    def play(rank: int) -> list[tuple[int, str]]:
-        said = []
-
-        def act(module: Acts) -> None:
-            before = {name: full_gradient(module, name) for name, _ in module.named_parameters()}
-            with pytest.raises((Stop, RuntimeError, ValueError, TypeError)) as caught, full_gradients(module):  # noqa: PT012
-                for parameter in module.parameters():
-                    parameter.grad.data.mul_(2)
-                if rank in ranks:
-                    change(module, rank)
-            said.append((rank, f"{type(caught.value).__name__}: {caught.value}"))
-            for name, parameter in module.named_parameters():
-                assert in_slices(parameter)
-                assert torch.equal(before[name], full_gradient(module, name))
-
-        for stage in STAGES.values():
-            with quiet():
-                fit(zero(stage), Acts(act, whole=False), count=2)
-        return said
-
-    return [told for said in run_world(2, play, timeout=100) for told in said]
-
-
-def stop(module: nn.Module, rank: int) -> None:
+def stop(module: Any) -> None:
     raise Stop("it")
 
 
-def scale(module: nn.Module, rank: int) -> None:
+def scale(module: Any) -> None:
     module.model.layers[1].up.weight.grad[0, 0] += 1e-3
 
 
-def drop(module: nn.Module, rank: int) -> None:
+def drop(module: Any) -> None:
     module.model.head.bias.grad = None
 
 
-@pytest.mark.parametrize("ranks", [(0, 1), (0,), (1,)])
-def test_an_exception_on_one_rank_ends_the_block_on_all(ranks: tuple[int, ...]) -> None:
-    for rank, text in failing(stop, ranks):
-        if rank in ranks:
-            assert text == "Stop: it"
-        else:
-            assert text.startswith(f"RuntimeError: Rank {ranks[0]} left full_gradients('")
+def reshape(module: Any) -> None:
+    module.model.head.weight.grad.data = torch.zeros(3, 3)
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (scale, "rank 1: a gradient of 'model.layers.1.up.weight', in full_gradients("),
-        (drop, "rank 1: no gradient of 'model.head.bias', in full_gradients("),
-    ],
-)
-def test_different_gradients_are_named(change: Callable[[nn.Module, int], None], expected: str) -> None:
-    for _, text in failing(change, (1,)):
-        assert text.startswith("DivergenceError: Rank 1 has another list of writes than rank 0.")
-        assert expected in text
+LEFT = "RuntimeError: Rank {} left full_gradients('"
+LIST = "DivergenceError: Rank 1 has another list of writes than rank 0."
+SHAPE = "ValueError: full_gradients: .grad of 'model.head.weight' has shape [3, 3]"
+# What is done, on which ranks, and what ranks 0 and 1 are told: the beginning, and a part.
+FAILING: list[tuple[Callable[[Any], None], tuple[int, ...], tuple[str, str], str]] = [
+    (stop, (0, 1), ("Stop: it", "Stop: it"), ""),
+    (stop, (0,), ("Stop: it", LEFT.format(0)), ""),
+    (stop, (1,), (LEFT.format(1), "Stop: it"), ""),
+    (scale, (1,), (LIST, LIST), "rank 1: a gradient of 'model.layers.1.up.weight', in full_gradients("),
+    (drop, (1,), (LIST, LIST), "rank 1: no gradient of 'model.head.bias', in full_gradients("),
+    (reshape, (0,), (SHAPE, LEFT.format(0)), ""),
+]
 
 
-def test_a_wrong_shape_is_refused_on_every_rank() -> None:
-    def reshape(module: nn.Module, rank: int) -> None:
-        module.model.head.weight.grad.data = torch.zeros(3, 3)
+def test_an_error_or_another_change_on_one_rank_ends_the_block_on_all_and_changes_nothing() -> None:
+    def play(rank: int) -> None:
+        for stage in STAGES.values():
+            for change, ranks, told, part in FAILING:
 
-    for rank, text in failing(reshape, (0,)):
-        if rank == 0:
-            assert text.startswith("ValueError: full_gradients: .grad of 'model.head.weight' has shape [3, 3]")
-        else:
-            assert text.startswith("RuntimeError: Rank 0 left")
+                def act(module: Acts, change: Any = change, ranks: Any = ranks, told: Any = told) -> None:
+                    before = {name: full_gradient(module, name) for name, _ in module.named_parameters()}
+                    with pytest.raises((Stop, RuntimeError, ValueError)) as caught, full_gradients(module):  # noqa: PT012
+                        for parameter in module.parameters():
+                            parameter.grad.data.mul_(2)
+                        if rank in ranks:
+                            change(module)
+                    module.told = f"{type(caught.value).__name__}: {caught.value}"
+                    assert module.told.startswith(told[rank]), module.told
+                    for name, parameter in module.named_parameters():
+                        assert in_slices(parameter)
+                        assert torch.equal(before[name], full_gradient(module, name))
+
+                with quiet():
+                    module = Acts(act, whole=False)
+                    fit(zero(stage), module, count=2)
+                assert part in module.told, (change, stage, module.told)
+
+    run_world(2, play, timeout=100)
 
 
 def test_wrong_names_are_named_and_modules_that_are_not_sharded_are_left_alone() -> None:

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_zero import ActivationPolicy, HostOffload
 from tests.helpers.cases import WIDTH
-from tests.helpers.runs import Net, assert_same, each_strategy, fit, made, quiet, zero
-from tests.helpers.world import run_world
+from tests.helpers.runs import Net, again, assert_same, each_strategy, fit, made, name_of, zero
 
 
 class Block(nn.Module):
@@ -115,17 +114,6 @@ class Adversaries(Net):
         return [torch.optim.AdamW(net.parameters(), lr=1e-3, eps=1e-4) for net in (self.generator, self.critic)], []
 
 
-@pytest.mark.filterwarnings("ignore:Grad strides do not match")  # DDP's
-@pytest.mark.filterwarnings("ignore:.*used in a forward or backward while no module")  # of weights as inputs
-@pytest.mark.parametrize("loss", LOSSES)
-def test_penalties_are_bit_for_bit_those_of_ddp(loss: Any) -> None:
-    def play(strategy: Strategy) -> dict[str, Any]:
-        module = Adversaries(loss)
-        return made(module, fit(strategy, module, count=3))
-
-    assert_same(each_strategy(play))
-
-
 OPTIONS: list[dict[str, Any]] = [
     {"units": ["Block", "Linear"]},
     {"prefetch": 0},
@@ -135,22 +123,26 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
-def test_penalties_with_what_moves_weights_and_activations(options: dict[str, Any]) -> None:
-    def both(rank: int) -> dict[str, dict[str, Any]]:
-        results = {}
-        for name, strategy in (("ddp", DDPStrategy(find_unused_parameters=True)), ("stage 3", zero(3, **options))):
-            module = Adversaries(wasserstein)
-            with quiet():
-                results[name] = made(module, fit(strategy, module, count=3))
-        return results
+@pytest.mark.filterwarnings("ignore:Grad strides do not match")  # DDP's
+@pytest.mark.filterwarnings("ignore:.*used in a forward or backward while no module")  # of weights as inputs
+def test_penalties_are_bit_for_bit_those_of_ddp() -> None:
+    """Also with what moves weights and activations; two backwards through one forward are rounding apart."""
 
-    assert_same(run_world(2, both), ["stage 3"])
-
-
-def test_a_penalty_with_a_backward_of_its_own_through_the_same_forward() -> None:
     def play(strategy: Strategy) -> dict[str, Any]:
+        found = {}
+        for loss in LOSSES:
+            module = Adversaries(loss)
+            found[loss.__name__] = made(module, fit(again(strategy), module, count=3))
+        if name_of(strategy) == "stage 3":
+            for options in OPTIONS:
+                module = Adversaries(wasserstein)
+                same = made(module, fit(zero(3, **options), module, count=3))
+                assert_same([{"with": same, "without": found["wasserstein"]}], ["with"], expected="without")
+        return found
+
+    def twice(strategy: Strategy) -> dict[str, Any]:
         module = Adversaries(wasserstein, two_backwards=True)
         return made(module, fit(strategy, module, count=3))
 
-    assert_same(each_strategy(play), bound=1e-5)  # DDP averages the first one's gradients twice: rounding
+    assert_same(each_strategy(play))
+    assert_same(each_strategy(twice), bound=1e-5)  # DDP averages the first one's gradients twice: rounding

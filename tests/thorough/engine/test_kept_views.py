@@ -79,7 +79,7 @@ class Model(nn.Module):
         return self.last(x)
 
 
-BLOCKS: dict[str, Callable[[], Block]] = {
+BLOCKS: dict[str, type[Block]] = {
     "a part of the output": Prompts, "in an object": Inside, "an attribute": Keeps, "of .data": Data
 }  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -90,29 +90,25 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def _play(make: Callable[[], nn.Module], **options: Any) -> Callable[[Any], dict[str, Any]]:
-    def play(strategy: Any) -> dict[str, Any]:
-        module = Net(make)
-        return made(module, fit(strategy, module, count=6, val=2, **options))
-
-    return play
-
-
 @pytest.mark.filterwarnings("ignore:A tensor that shares memory with")
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("name", BLOCKS)
-def test_they_show_their_own_weight(name: str, late: bool) -> None:
+def test_they_show_their_own_weight(late: bool) -> None:
+    def play(kind: Callable[[], Block], strategy: Strategy) -> dict[str, Any]:
+        module = Net(lambda: Model(kind, late))
+        return made(module, fit(strategy, module, count=6, val=2))
+
     def world(rank: int) -> dict[str, dict[str, Any]]:
-        play, results = _play(lambda: Model(BLOCKS[name], late)), {}
-        units = [BLOCKS[name].__name__]
-        strategies: dict[str, Strategy] = {
-            "ddp": DDPStrategy(find_unused_parameters=True),
-            "stage 1": zero(1, units=units),
-        }
-        strategies |= {label: zero(3, units=units, **options) for label, options in OPTIONS.items()}
-        for label, strategy in strategies.items():
-            with quiet():
-                results[label] = play(strategy)
+        results: dict[str, dict[str, Any]] = {}
+        with quiet():
+            for name, kind in BLOCKS.items():
+                units = [kind.__name__]
+                strategies: dict[str, Strategy] = {
+                    "ddp": DDPStrategy(find_unused_parameters=True),
+                    "stage 1": zero(1, units=units),
+                }
+                strategies |= {label: zero(3, units=units, **options) for label, options in OPTIONS.items()}
+                for label, strategy in strategies.items():
+                    results.setdefault(label, {})[name] = play(kind, strategy)
         return results
 
     assert_same(run_world(2, world, timeout=200), ["stage 1", *OPTIONS])

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, EMAWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, Strategy
@@ -71,17 +70,22 @@ class ByParts(Late, BaseFinetuning):
 class ByHand(Late, pl.Callback):
     """Thaws in the middle of an epoch, and freezes again."""
 
+    def __init__(self, at: tuple[int, int] = (1, 2), add: bool = True) -> None:
+        self.at, self.add = at, add
+
     def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
         pl_module.backbone.requires_grad_(False)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if (trainer.current_epoch, batch_idx) == (1, 2):
-            pl_module.backbone[0].requires_grad_(True)
-            trainer.optimizers[0].add_param_group({"params": list(pl_module.backbone[0].parameters()), "lr": 0.03})
+        part = pl_module.backbone[0] if self.add else pl_module.backbone
+        if (trainer.current_epoch, batch_idx) == self.at:
+            part.requires_grad_(True)
+            if self.add:
+                trainer.optimizers[0].add_param_group({"params": list(part.parameters()), "lr": 0.03})
         if (trainer.current_epoch, batch_idx) == (3, 0):
-            pl_module.backbone[0].requires_grad_(False)
+            part.requires_grad_(False)
 
 
 CALLBACKS: dict[str, Any] = {
@@ -92,36 +96,48 @@ CALLBACKS: dict[str, Any] = {
 OPTIONS: dict[str, Any] = {"max_epochs": 4, "check_val_every_n_epoch": 2}
 
 
-@pytest.mark.parametrize("name", CALLBACKS)
-def test_what_is_thawed_in_mid_fit_trains_as_under_ddp(name: str) -> None:
+class Table(Backbone):
+    """Gets a buffer of its own dtype after the precision has cast the module, which it keeps."""
+
+    def on_train_start(self) -> None:
+        self.head.register_buffer("table", torch.linspace(0, 1, WIDTH, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.head.table.float()  # type: ignore[operator, union-attr]
+
+
+# What thaws, the optimizer, and how it is trained.
+ROWS: dict[str, tuple[str, type[torch.optim.Optimizer], dict[str, Any]]] = {
+    **{name: (name, torch.optim.AdamW, {"val": 1}) for name in CALLBACKS},
+    "clipped": (
+        "backbone",
+        torch.optim.SGD,
+        {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
+    ),
+    "whole parameters": ("backbone", torch.optim.Adafactor, {}),
+    "bf16-true": ("backbone", torch.optim.AdamW, {"precision": "bf16-true"}),
+    "accumulated": ("backbone", torch.optim.SGD, {"accumulate_grad_batches": 2}),
+}
+
+
+def test_what_is_thawed_in_mid_fit_trains_as_under_ddp() -> None:
+    """SGD's sums over micro-steps are rounded in another order."""
+
     def play(strategy: Strategy) -> dict[str, Any]:
-        module = Backbone()
-        with quiet():
-            trainer = fit(strategy, module, 4, val=1, callbacks=[CALLBACKS[name]()], **OPTIONS)
-        return made(module, trainer)
-
-    assert_same(each_strategy(play))
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "options"),
-    [
-        (torch.optim.SGD, {"accumulate_grad_batches": 2}),
-        (torch.optim.SGD, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),
-        (torch.optim.Adafactor, {}),
-    ],
-)
-def test_state_and_options_go_along(optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
-    """Also of an optimizer that has whole parameters; SGD's sums over micro-steps are rounded in another order."""
-
-    def play(strategy: Strategy) -> dict[str, Any]:
-        module = Backbone(optimizer)
-        with quiet():
-            trainer = fit(strategy, module, 4, callbacks=[CALLBACKS["backbone"]()], **OPTIONS, **options)
-        return made(module, trainer)
+        found = {}
+        for row, (name, optimizer, options) in ROWS.items():
+            module = (Table if row == "bf16-true" else Backbone)(optimizer)
+            trainer = fit(again(strategy), module, 4, callbacks=[CALLBACKS[name]()], **{**OPTIONS, **options})
+            found[row] = made(module, trainer)
+        module = Both()
+        found["parts that take turns"] = made(
+            module, fit(again(strategy), module, 3, callbacks=[Alternates()], max_epochs=4)
+        )
+        return found
 
     results = each_strategy(play)
-    assert_same(results, bound=2e-6 if "accumulate_grad_batches" in options else 0.0)
+    assert_same([{name: {"": found.pop("accumulated")} for name, found in by.items()} for by in results], bound=2e-6)
+    assert_same(results)
 
 
 class InTheStep(Backbone):
@@ -135,8 +151,7 @@ class InTheStep(Backbone):
         self.backbone.requires_grad_(False)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_thawing_inside_of_a_step_is_an_error(stage: int) -> None:
+def test_thawing_inside_of_a_step_is_an_error() -> None:
     """Its gradient of that step would be lost, and nobody would know."""
 
     def world(rank: int) -> list[str]:
@@ -145,13 +160,16 @@ def test_thawing_inside_of_a_step_is_an_error(stage: int) -> None:
                 pl_module.backbone.requires_grad_(False)
 
         errors: list[str] = []
-        with quiet(), raised(errors):
-            fit(zero(stage), InTheStep(), 4, callbacks=[Frozen()])
+        for stage in STAGES.values():
+            with quiet(), raised(errors):
+                fit(zero(stage), InTheStep(), 4, callbacks=[Frozen()])
         return errors
 
     for errors in run_world(2, world):
-        assert "ParameterAccessError: Parameter 'model." in errors[0]
-        assert "on_train_batch_start" in errors[0]
+        assert len(errors) == 3
+        for error in errors:
+            assert "ParameterAccessError: Parameter 'model." in error
+            assert "on_train_batch_start" in error
 
 
 class Alternates(Late, pl.Callback):
@@ -174,35 +192,6 @@ class Both(Backbone):
         generator = torch.Generator().manual_seed(batch_idx)  # alike on all ranks: see the top of this file
         both = torch.randn(2, 3, WIDTH, generator=generator)
         return both[0], both[1]
-
-
-def test_parts_that_take_turns() -> None:
-    def play(strategy: Strategy) -> dict[str, Any]:
-        module = Both()
-        with quiet():
-            return made(module, fit(strategy, module, 3, callbacks=[Alternates()], max_epochs=4))
-
-    assert_same(each_strategy(play))
-
-
-class Table(Backbone):
-    """Gets a buffer of its own dtype after the precision has cast the module."""
-
-    def on_train_start(self) -> None:
-        self.head.register_buffer("table", torch.linspace(0, 1, WIDTH, dtype=torch.float32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.head.table.float()  # type: ignore[operator, union-attr]
-
-
-def test_what_came_later_keeps_its_dtype() -> None:
-    def play(strategy: Strategy) -> dict[str, Any]:
-        module = Table()
-        with quiet():
-            trainer = fit(strategy, module, 4, callbacks=[CALLBACKS["backbone"]()], precision="bf16-true", **OPTIONS)
-        return made(module, trainer)
-
-    assert_same(each_strategy(play))
 
 
 class Counted(ByEpoch):
@@ -242,22 +231,13 @@ def test_a_callback_is_what_it_was_after_the_fit(tmp_path: Path) -> None:
     assert_same(each_strategy(play))
 
 
-class Everything(ByHand):
-    """All gradients are there, none was cleared, and the backward of two batches is one window."""
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if (trainer.current_epoch, batch_idx) == (0, 1):
-            pl_module.backbone.requires_grad_(True)
-
-
 def test_gradients_of_a_window_that_has_begun_are_kept_or_it_is_an_error() -> None:
+    """The backward of two batches is one window, in the middle of which all of them thaw."""
+
     def play(strategy: Strategy) -> dict[str, Any]:
-        module, errors = Backbone(), list[str]()
-        with quiet(), raised(errors):
-            trainer = fit(strategy, module, 4, callbacks=[Everything()], accumulate_grad_batches=2)
-            return made(module, trainer)
+        module, errors, callback = Backbone(), list[str](), ByHand(at=(0, 1), add=False)
+        with raised(errors):
+            return made(module, fit(strategy, module, 4, callbacks=[callback], accumulate_grad_batches=2))
         return {"errors": errors}
 
     results = each_strategy(play)
@@ -266,57 +246,34 @@ def test_gradients_of_a_window_that_has_begun_are_kept_or_it_is_an_error() -> No
         assert "in the middle of an accumulation" in result["stage 1"]["errors"][0]
 
 
-@pytest.mark.parametrize("stage", STAGES.values())
-def test_averages_offload_and_recomputation_go_along(stage: int, tmp_path: Path) -> None:
-    def play(rank: int) -> dict[str, dict[str, Any]]:
-        results = {}
-        ways: dict[str, dict[str, Any]] = {
-            "plain": {},
-            "host": {"offload": HostOffload()},
-            "nvme": {"offload": NvmeOffload(path=tmp_path)},
-            "recomputed": {"activations": ActivationPolicy(checkpointing=["Block"])},
-        }
-        with quiet():
-            for name, options in ways.items():
-                module = Backbone()
-                callbacks = [CALLBACKS["backbone"]()]
-                if stage < 3:
-                    callbacks += [EMAWeightAveraging(decay=0.9)]
-                trainer = fit(zero(stage, **options), module, 4, val=1, callbacks=callbacks, **OPTIONS)
-                results[name] = made(module, trainer)
-        return results
+def test_averages_offload_and_recomputation_go_along(tmp_path: Path) -> None:
+    ways: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "host": {"offload": HostOffload()},
+        "nvme": {"offload": NvmeOffload(path=tmp_path)},
+        "recomputed": {"activations": ActivationPolicy(checkpointing=["Block"])},
+    }
 
-    assert_same(run_world(2, play), ["host", "recomputed", "nvme"], expected="plain")
+    def train(stage: int, averaged: bool, **options: Any) -> dict[str, Any]:
+        module = Backbone()
+        callbacks = [CALLBACKS["backbone"](), *([EMAWeightAveraging(decay=0.9)] if averaged else [])]
+        return made(module, fit(zero(stage, **options), module, 4, val=1, callbacks=callbacks, **OPTIONS))
 
-    def averaged(rank: int) -> list[str]:
+    def play(rank: int) -> dict[str, Any]:
         errors: list[str] = []
-        callbacks = [CALLBACKS["backbone"](), EMAWeightAveraging(decay=0.9)]
-        with quiet(), raised(errors):
-            fit(zero(3), Backbone(), 4, val=1, callbacks=callbacks, **OPTIONS)
-        return errors
-
-    for errors in run_world(2, averaged) if stage == 3 else ():
-        assert "whose slices EMAWeightAveraging averages" in errors[0]
-
-
-def test_a_run_that_has_thawed_resumes(tmp_path: Path) -> None:
-    """As under DDP: param groups come back, and what Lightning leaves frozen after a resumption stays frozen."""
-
-    def play(rank: int) -> dict[str, dict[str, Any]]:
-        results = {}
         with quiet():
-            for name, make in {"ddp": lambda: DDPStrategy(find_unused_parameters=True), **makers()}.items():
-                module = Backbone()
-                callbacks: list[Any] = [CALLBACKS["backbone"](), Save(tmp_path / name)]
-                make_trainer(make(), callbacks=callbacks, **OPTIONS).fit(module, batches(4))
-                module = Backbone()
-                trainer = make_trainer(make(), callbacks=[CALLBACKS["backbone"]()], **OPTIONS)
-                trainer.fit(module, batches(4), ckpt_path=str(tmp_path / name))
-                groups = [len(group["params"]) for group in trainer.optimizers[0].param_groups]
-                results[name] = {**made(module, trainer), "groups": groups}
-        return results
+            results: dict[str, Any] = {
+                name: {str(stage): train(stage, stage < 3, **options) for stage in STAGES.values()}
+                for name, options in ways.items()
+            }
+            with raised(errors):
+                train(3, True)
+        return {**results, "errors": errors}
 
-    assert_same(run_world(2, play))
+    results = run_world(2, play, timeout=120)
+    assert_same(results, ["host", "recomputed", "nvme"], expected="plain")
+    for found in results:
+        assert "whose slices EMAWeightAveraging averages" in found["errors"][0]
 
 
 def makers() -> dict[str, Any]:

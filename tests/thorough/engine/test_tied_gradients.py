@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -138,15 +140,13 @@ class Tied(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def train(kind: str, stage: int, precision: Any) -> dict[str, Tensor]:
+def train(kind: str, stage: int, precision: Any, **more: Any) -> dict[str, Tensor]:
     module = Tied(kind)
     options: dict[str, Any] = {"static_graph" if "reentrant" in kind else "find_unused_parameters": True}
     strategy = ZeroStrategy(stage=stage) if stage else DDPStrategy(**options)  # type: ignore[arg-type]
     with quiet():
-        make_trainer(strategy, precision=precision).fit(module, DataLoader(range(4), batch_size=None))
-    if not stage:
-        return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-    with full_parameters(module):
+        make_trainer(strategy, precision=precision, **more).fit(module, DataLoader(range(4), batch_size=None))
+    with full_parameters(module) if stage else nullcontext():
         return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
@@ -216,20 +216,11 @@ def test_one_tensor_of_its_size_is_all_there_is(stage: Any) -> None:
         assert usual < nbytes / 2 if stage == 3 else usual > nbytes / 2
 
 
-@pytest.mark.parametrize("precisions", [("bf16-mixed", "float16"), ("16-mixed", "bfloat16")])
-def test_a_part_in_another_dtype_of_the_same_size_is_converted(precisions: tuple[str, str]) -> None:
-    def fit(rank: int) -> list[dict[str, Tensor]]:
-        found = []
-        for stage in (1, 2, 3):
-            module = Tied("plain")
-            plugin = ZeroPrecision(precisions[0], reduce_dtype=precisions[1])
-            with quiet():
-                make_trainer(ZeroStrategy(stage=stage), plugins=plugin).fit(  # type: ignore[arg-type]
-                    module, DataLoader(range(4), batch_size=None)
-                )
-            with full_parameters(module):
-                found.append({name: parameter.detach().clone() for name, parameter in module.named_parameters()})
-        return found
+def test_a_part_in_another_dtype_of_the_same_size_is_converted() -> None:
+    def fit(rank: int) -> None:
+        for name, reduced in (("bf16-mixed", "float16"), ("16-mixed", "bfloat16")):
+            make = partial(ZeroPrecision, name, reduce_dtype=reduced)
+            first, *others = (train("plain", stage, None, plugins=make()) for stage in (1, 2, 3))
+            assert all(torch.equal(first[key], other[key]) for other in others for key in first), name
 
-    for first, *others in run_world(2, fit, timeout=60):
-        assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+    run_world(2, fit, timeout=60)

@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -162,6 +163,7 @@ SETTINGS = {
     "micro-steps": Setting(trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}, reference=2),
     "mixed": Setting(trainer={"precision": "bf16-mixed"}, reference=2),
     "on the host": Setting({"offload": HostOffload(parameters=True)}),
+    "in files": Setting({"offload": NvmeOffload(path="files", parameters=True)}),
 }
 
 
@@ -185,16 +187,11 @@ def assert_alike(found: Any, expected: Any, use: str = "") -> None:
         assert torch.equal(found[1][name], value), (use, name)
 
 
-def assert_as_ddp(use: Any, expected: Any, **options: Any) -> None:
-    """``use`` in stage 3 does what ``expected`` does under DDP."""
-    for found, reference in run_world(
-        2, lambda rank: (play(zero(3, **options), use), play("ddp", expected)), timeout=120
-    ):
-        assert_alike(found, reference)
-
-
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
-def test_it_counts_as_under_ddp(setting: Setting) -> None:
+def test_it_counts_as_under_ddp(setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "files").mkdir()
+
     def run(rank: int) -> list[tuple[str, Any, Any]]:
         reference = lambda: "ddp" if setting.reference == "ddp" else zero(setting.reference)  # noqa: E731
         # In 16 bit the gradients of what is shown twice are added in 32 bit: see docs/optimizers.md.
@@ -208,10 +205,6 @@ def test_it_counts_as_under_ddp(setting: Setting) -> None:
     for found in run_world(setting.ranks, run, timeout=120, environment=environment):
         for name, result, expected in found:
             assert_alike(result, expected, name)
-
-
-def test_in_files(tmp_path: Any) -> None:
-    assert_as_ddp(penalty, penalty, offload=NvmeOffload(path=str(tmp_path), parameters=True))
 
 
 def told_of(caught: Sequence[warnings.WarningMessage]) -> list[str]:
@@ -235,18 +228,6 @@ def test_blocks_that_are_not_called_but_forwarded_stay_by_one() -> None:
         assert told[0].startswith("'blocks.0.norm.weight' of 'blocks.0': used in")
 
 
-def test_what_is_used_is_told_once() -> None:
-    def run(rank: int) -> list[str]:
-        net = Net(views, Block.__call__)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            make_trainer(zero(3)).fit(net, DataLoader(range(3), batch_size=None))
-        return told_of(caught)
-
-    for (message,) in run_world(2, run):
-        assert message.startswith("'blocks.0.up.weight', 'blocks.2.up.weight' of 'blocks.0', 'blocks.2': used in")
-
-
 def test_a_thread_of_the_user_s_own_is_refused() -> None:
     def use(net: Net, x: Tensor) -> Tensor:
         errors: list[Exception] = []
@@ -265,7 +246,8 @@ def test_a_thread_of_the_user_s_own_is_refused() -> None:
         assert "runs in a thread of its own" in str(errors[0])
         return torch.zeros(())
 
-    assert_as_ddp(use, nothing)
+    for found, reference in run_world(2, lambda rank: (play(zero(3), use), play("ddp", nothing)), timeout=120):
+        assert_alike(found, reference)
 
 
 def test_an_error_behind_it_leaves_nothing_behind() -> None:
@@ -278,7 +260,8 @@ def test_an_error_behind_it_leaves_nothing_behind() -> None:
                 return norm
         return torch.zeros(())
 
-    assert_as_ddp(use, use)
+    for found, reference in run_world(2, lambda rank: (play(zero(3), use), play("ddp", use)), timeout=120):
+        assert_alike(found, reference)
 
 
 def test_in_a_call_of_the_model_outside_of_steps() -> None:

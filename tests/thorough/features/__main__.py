@@ -27,7 +27,7 @@ def main(names: list[str]) -> int:
             if across:
                 hold_on_two_hosts(feature)
             for ranks in () if across else (1, 2):
-                hold(feature, ranks)
+                hold([feature], ranks)
         except Exception as error:
             failed += 1
             verdict = f"FAILS {type(error).__name__}: {error}"

@@ -23,7 +23,7 @@ from tests.helpers.cases import WIDTH
 from tests.helpers.runs import Memory, Net, batches, made
 from tests.helpers.training import make_trainer
 from tests.thorough.features.feature import Feature, Refusal
-from tests.thorough.features.optimization import ADDED, SUMS
+from tests.thorough.features.optimization import BY_SUM
 
 __all__ = ["FEATURES"]
 
@@ -271,16 +271,10 @@ class Spikes(callbacks.SpikeDetection):
         self.found.append(batch_idx)
 
 
-_SAVE = {
-    "dirpath": None,
-    "save_last": True,
-    "save_top_k": 2,
-    "monitor": "val_loss",
-    "filename": "{epoch}-{val_loss:.4f}",
-}
+_SAVE = {"save_last": True, "save_top_k": 2, "monitor": "val_loss", "filename": "{epoch}-{val_loss:.4f}"}
 _LOTTERY = {"use_lottery_ticket_hypothesis": False, "parameter_names": ["weight"]}
 _NAMED = "the values are not in memory: do it inside `full_parameters`"
-_IMPLICIT: dict[int, Refusal] = {3: Refusal("full_parameters", _NAMED)}
+IMPLICIT: Any = {"refused": {3: Refusal("full_parameters", _NAMED)}, "alone": True}
 
 
 def _pruning(folder: Path) -> Any:
@@ -294,91 +288,77 @@ def _pruning(folder: Path) -> Any:
 FEATURES = {
     "Callbacks": [
         Feature(
-            name="`ModelCheckpoint`: the best, the last, their names",
-            play=having(
-                lambda folder: callbacks.ModelCheckpoint(**{**_SAVE, "dirpath": folder}),
+            "`ModelCheckpoint`: the best, the last, their names",
+            having(
+                lambda folder: callbacks.ModelCheckpoint(folder, **_SAVE),
                 _checkpoints,
                 enable_checkpointing=True,
             ),
         ),  # type: ignore[arg-type]
-        Feature(name="`OnExceptionCheckpoint`, and resuming from it", play=interrupted),
+        Feature("`OnExceptionCheckpoint`, and resuming from it", interrupted),
         Feature(
-            name="`EarlyStopping`",
-            play=having(
+            "`EarlyStopping`",
+            having(
                 lambda _: callbacks.EarlyStopping("val_loss", patience=0, min_delta=1.0),
                 lambda c, t: [c.stopped_epoch, c.wait_count],
             ),
         ),
         Feature(
-            name="`LearningRateMonitor`",
-            play=having(
-                lambda _: callbacks.LearningRateMonitor(log_weight_decay=True), lambda c, t: [c.lrs, t.logger.rows]
-            ),
+            "`LearningRateMonitor`",
+            having(lambda _: callbacks.LearningRateMonitor(log_weight_decay=True), lambda c, t: [c.lrs, t.logger.rows]),
         ),
         Feature(
-            name="`GradientAccumulationScheduler`",
-            play=having(lambda _: callbacks.GradientAccumulationScheduler({0: 1, 1: 2})),
-            bounds=ADDED,
-            why=SUMS,
+            "`GradientAccumulationScheduler`",
+            having(lambda _: callbacks.GradientAccumulationScheduler({0: 1, 1: 2})),
+            **BY_SUM,
         ),
         Feature(
-            name="`StochasticWeightAveraging`",
-            play=having(lambda _: callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1)),
+            "`StochasticWeightAveraging`",
+            having(lambda _: callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1)),
         ),
-        Feature(name="`WeightAveraging`", play=having(lambda _: callbacks.WeightAveraging())),
-        Feature(name="`EMAWeightAveraging`", play=having(lambda _: callbacks.EMAWeightAveraging(decay=0.9))),
+        Feature("`WeightAveraging`", having(lambda _: callbacks.WeightAveraging())),
+        Feature("`EMAWeightAveraging`", having(lambda _: callbacks.EMAWeightAveraging(decay=0.9))),
         Feature(
-            name="`BaseFinetuning`",
-            play=thawing(Thawing),
+            "`BaseFinetuning`",
+            thawing(Thawing),
             why="groups, states and steps; gradients of thawed parameters are averaged, which DDP does not do",
         ),
         Feature(
-            name="`BackboneFinetuning`",
-            play=thawing(lambda: callbacks.BackboneFinetuning(1, verbose=False)),
-            why="likewise",
+            "`BackboneFinetuning`", thawing(lambda: callbacks.BackboneFinetuning(1, verbose=False)), why="likewise"
         ),
-        Feature(name="`ModelPruning`", play=having(_pruning), why="without lottery tickets, which are refused"),
-        Feature(name="`Callback` with hooks and a state, in checkpoints", play=own_callback),
-        Feature(name="`LambdaCallback`", play=having(lambda _: callbacks.LambdaCallback(on_train_epoch_end=_rate))),
+        Feature("`ModelPruning`", having(_pruning), why="without lottery tickets, which are refused"),
+        Feature("`Callback` with hooks and a state, in checkpoints", own_callback),
+        Feature("`LambdaCallback`", having(lambda _: callbacks.LambdaCallback(on_train_epoch_end=_rate))),
+        Feature("`Timer`", having(lambda _: callbacks.Timer("00:00:10:00"), lambda c, t: c.time_elapsed() > 0)),
+        Feature("`DeviceStatsMonitor`", having(lambda _: callbacks.DeviceStatsMonitor(cpu_stats=False))),
         Feature(
-            name="`Timer`", play=having(lambda _: callbacks.Timer("00:00:10:00"), lambda c, t: c.time_elapsed() > 0)
-        ),
-        Feature(name="`DeviceStatsMonitor`", play=having(lambda _: callbacks.DeviceStatsMonitor(cpu_stats=False))),
-        Feature(
-            name="`ThroughputMonitor`",
-            play=having(
+            "`ThroughputMonitor`",
+            having(
                 lambda _: callbacks.ThroughputMonitor(batch_size_fn=lambda batch: 1, window_size=4),
                 lambda c, t: sorted({key for _, row in t.logger.rows for key in row}),
             ),
         ),
-        Feature(name="`SpikeDetection`", play=having(Spikes, lambda c, t: c.found)),
-        Feature(name="`TQDMProgressBar`", play=having(lambda _: callbacks.TQDMProgressBar(), enable_progress_bar=True)),
-        Feature(name="`RichProgressBar`", play=having(lambda _: callbacks.RichProgressBar(), enable_progress_bar=True)),
-        Feature(name="`ModelSummary`", play=having(lambda _: callbacks.ModelSummary(2), enable_model_summary=True)),
-        Feature(
-            name="`RichModelSummary`", play=having(lambda _: callbacks.RichModelSummary(2), enable_model_summary=True)
-        ),
-        Feature(name="`BasePredictionWriter`", play=predictions),
-        Feature(
-            name="`BatchSizeFinder`", play=batch_size_found, why="Lightning refuses it with every distributed strategy"
-        ),
-        Feature(name="`LearningRateFinder`", play=rate_found),
+        Feature("`SpikeDetection`", having(Spikes, lambda c, t: c.found)),
+        Feature("`TQDMProgressBar`", having(lambda _: callbacks.TQDMProgressBar(), enable_progress_bar=True)),
+        Feature("`RichProgressBar`", having(lambda _: callbacks.RichProgressBar(), enable_progress_bar=True)),
+        Feature("`ModelSummary`", having(lambda _: callbacks.ModelSummary(2), enable_model_summary=True)),
+        Feature("`RichModelSummary`", having(lambda _: callbacks.RichModelSummary(2), enable_model_summary=True)),
+        Feature("`BasePredictionWriter`", predictions),
+        Feature("`BatchSizeFinder`", batch_size_found, why="Lightning refuses it with every distributed strategy"),
+        Feature("`LearningRateFinder`", rate_found),
     ],
     "Profilers": [
-        Feature(name="`SimpleProfiler`", play=profiled("simple")),
-        Feature(name="`AdvancedProfiler`", play=profiled("advanced")),
-        Feature(name="`PyTorchProfiler`", play=profiled("pytorch")),
+        Feature("`SimpleProfiler`", profiled("simple")),
+        Feature("`AdvancedProfiler`", profiled("advanced")),
+        Feature("`PyTorchProfiler`", profiled("pytorch")),
     ],
     "What is made of a fitted module": [
-        Feature(name="`copy.deepcopy`, `pickle`, `torch.save` inside `full_parameters`", play=copied),
-        Feature(name="`to_torchscript`, `torch.export` inside `full_parameters`", play=exported),
-        Feature(name="`copy.deepcopy` outside of `full_parameters`", play=bare_copy, refused=_IMPLICIT, alone=True),
-        Feature(name="histograms and norms of weights inside `full_parameters`", play=histograms),
+        Feature("`copy.deepcopy`, `pickle`, `torch.save` inside `full_parameters`", copied),
+        Feature("`to_torchscript`, `torch.export` inside `full_parameters`", exported),
+        Feature("`copy.deepcopy` outside of `full_parameters`", bare_copy, **IMPLICIT),
+        Feature("histograms and norms of weights inside `full_parameters`", histograms),
         Feature(
-            name="histograms and norms of weights between steps, outside of `full_parameters`",
-            play=bare_histograms,
-            refused=_IMPLICIT,
-            alone=True,
+            "histograms and norms of weights between steps, outside of `full_parameters`", bare_histograms, **IMPLICIT
         ),
     ],
 }

@@ -94,11 +94,11 @@ def state_of_stages(make: Make, folder: Path) -> Any:
 
 FEATURES = {
     "Checkpoints": [
-        Feature(name="resuming in mid-epoch, hooks, hyperparameters", play=resuming(6)),
-        Feature(name="resuming at the end of an epoch", play=resuming(8)),
-        Feature(name='`ckpt_path="best"` and `"last"`', play=named_checkpoints),
-        Feature(name="`every_n_train_steps`, `load_from_checkpoint`", play=by_steps),
-        Feature(name="`save_checkpoint(weights_only=True)`", play=weights_only),
-        Feature(name="what `trainer.state` says", play=state_of_stages),
+        Feature("resuming in mid-epoch, hooks, hyperparameters", resuming(6)),
+        Feature("resuming at the end of an epoch", resuming(8)),
+        Feature('`ckpt_path="best"` and `"last"`', named_checkpoints),
+        Feature("`every_n_train_steps`, `load_from_checkpoint`", by_steps),
+        Feature("`save_checkpoint(weights_only=True)`", weights_only),
+        Feature("what `trainer.state` says", state_of_stages),
     ],
 }

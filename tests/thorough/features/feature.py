@@ -8,7 +8,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class Refusal:
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Feature:
     """One line of the page.
 
@@ -55,6 +55,7 @@ class Feature:
 
     name: str
     play: Play
+    _: KW_ONLY
     bounds: Mapping[int, float] = field(default_factory=dict)
     refused: Mapping[int, Refusal] = field(default_factory=dict)
     ddp_refuses: bool = False
@@ -74,25 +75,39 @@ class Feature:
         return "; ".join([*([self.why] if self.why else []), *sorted({r.reason for r in self.refused.values()})])
 
 
-def hold(feature: Feature, ranks: int = 2) -> None:
-    """Play a feature under DDP and in every stage, by ``ranks`` processes; by one, in stages 1 and 3.
+def hold(features: Sequence[Feature], ranks: int = 2) -> None:
+    """Play features under DDP and in every stage, by ``ranks`` processes; by one, in stages 1 and 3.
 
     Raises:
-        AssertionError: if a stage does not what the feature says of it.
+        AssertionError: if a stage does not what a feature says of it.
     """
-    if ranks == 1 and feature.alone:
-        feature = replace(feature, refused={})
+    if ranks == 1:
+        features = [replace(feature, refused={}) if feature.alone else feature for feature in features]
     stages = {name: stage for name, stage in STAGES.items() if ranks > 1 or stage != 2}  # one has nothing to divide
+
+    def play(rank: int) -> list[dict[str, dict[str, Any]]]:
+        played = []
+        for number, feature in enumerate(features):
+            try:
+                played.append(_played(feature, Path(shared) / str(number), {"ddp": 0, **stages}))
+            except Exception as error:
+                raise AssertionError(feature.name) from error
+        return played
+
     with tempfile.TemporaryDirectory() as shared:
-        results = run_world(ranks, lambda rank: _played(feature, Path(shared), {"ddp": 0, **stages}), timeout=200)
-    if feature.ddp_refuses:
-        assert all("error" in result["ddp"] for result in results), "DDP does it"
-    for name, stage in stages.items():
-        if stage in feature.refused:
-            for rank, result in enumerate(results):
-                assert re.search(feature.refused[stage].message, result[name].get("error", "")), (rank, result[name])
-        else:
-            assert_same(results, [name], bound=feature.bounds.get(stage, 0.0))
+        ranks_played = run_world(ranks, play, timeout=200 + 20 * len(features))
+    for feature, *results in zip(features, *ranks_played, strict=True):
+        if feature.ddp_refuses:
+            assert all("error" in result["ddp"] for result in results), f"DDP does it: {feature.name}"
+        for name, stage in stages.items():
+            if stage in feature.refused:
+                told = [result[name].get("error", "") for result in results]
+                assert all(re.search(feature.refused[stage].message, one) for one in told), (feature.name, name, told)
+            else:
+                given = [
+                    {"ddp": {feature.name: result["ddp"]}, name: {feature.name: result[name]}} for result in results
+                ]
+                assert_same(given, [name], bound=feature.bounds.get(stage, 0.0))
 
 
 def hold_on_two_hosts(feature: Feature, stages: Sequence[int] = (1, 2, 3)) -> None:
@@ -122,7 +137,7 @@ def _played(feature: Feature, shared: Path, stages: Mapping[str, int]) -> dict[s
         for name, stage in stages.items():
             make = functools.partial(_strategy, feature, stage)
             folder = shared / name.replace(" ", "_")
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             refused = stage in feature.refused if stage else feature.ddp_refuses
             if not refused:
                 results[name] = {"made": feature.play(make, folder)}

@@ -276,20 +276,18 @@ def out_of_time(make: Make, folder: Path) -> Any:
 
 FEATURES = {
     "Loops": [
+        Feature("fit with validation, sanity check and `val_check_interval`", fitting(4, 2, val_check_interval=2)),
+        Feature("`validate`, `test`, `predict`, before a fit and after it", evaluation),
         Feature(
-            name="fit with validation, sanity check and `val_check_interval`", play=fitting(4, 2, val_check_interval=2)
+            "`max_steps`, `min_epochs`, `limit_train_batches`",
+            fitting(5, max_epochs=-1, max_steps=7, limit_train_batches=3),
         ),
-        Feature(name="`validate`, `test`, `predict`, before a fit and after it", play=evaluation),
+        Feature("`max_time`", out_of_time),
+        Feature("`overfit_batches`", fitting(4, overfit_batches=2, max_epochs=2)),
+        Feature("`fast_dev_run`", fitting(4, 2, fast_dev_run=2)),
         Feature(
-            name="`max_steps`, `min_epochs`, `limit_train_batches`",
-            play=fitting(5, max_epochs=-1, max_steps=7, limit_train_batches=3),
-        ),
-        Feature(name="`max_time`", play=out_of_time),
-        Feature(name="`overfit_batches`", play=fitting(4, overfit_batches=2, max_epochs=2)),
-        Feature(name="`fast_dev_run`", play=fitting(4, 2, fast_dev_run=2)),
-        Feature(
-            name="`barebones`",
-            play=fitting(
+            "`barebones`",
+            fitting(
                 4,
                 barebones=True,
                 logger=None,
@@ -298,23 +296,23 @@ FEATURES = {
                 enable_model_summary=None,
             ),
         ),
-        Feature(name="`detect_anomaly`", play=fitting(2, detect_anomaly=True)),
-        Feature(name="`deterministic`", play=fitting(2, deterministic=True)),
-        Feature(name="`inference_mode=False`", play=fitting(2, 2, inference_mode=False)),
-        Feature(name="a second `fit` of a trainer", play=twice),
-        Feature(name="batches skipped by `on_train_batch_start`", play=fitting(5, net=Skipping, max_epochs=2)),
-        Feature(name="`None` from `training_step`", play=nothing, why="Lightning refuses it in any distributed run"),
-        Feature(name="order of all hooks of module and callback", play=order_of_hooks),
+        Feature("`detect_anomaly`", fitting(2, detect_anomaly=True)),
+        Feature("`deterministic`", fitting(2, deterministic=True)),
+        Feature("`inference_mode=False`", fitting(2, 2, inference_mode=False)),
+        Feature("a second `fit` of a trainer", twice),
+        Feature("batches skipped by `on_train_batch_start`", fitting(5, net=Skipping, max_epochs=2)),
+        Feature("`None` from `training_step`", nothing, why="Lightning refuses it in any distributed run"),
+        Feature("order of all hooks of module and callback", order_of_hooks),
     ],
     "Data": [
-        Feature(name="`LightningDataModule`, its hooks and state, several loaders for validation", play=data_module),
-        Feature(name="`IterableDataset`", play=streams),
-        Feature(name="`CombinedLoader`", play=combined),
-        Feature(name="data of another length on each rank, in validation and `predict`", play=uneven),
-        Feature(name="hooks that move batches", play=fitting(3, net=Moving)),
+        Feature("`LightningDataModule`, its hooks and state, several loaders for validation", data_module),
+        Feature("`IterableDataset`", streams),
+        Feature("`CombinedLoader`", combined),
+        Feature("data of another length on each rank, in validation and `predict`", uneven),
+        Feature("hooks that move batches", fitting(3, net=Moving)),
     ],
     "Logging": [
-        Feature(name="`self.log`, `log_dict`, reductions, torchmetrics; `CSVLogger`", play=csv),
-        Feature(name="`TensorBoardLogger` with graph and hyperparameters", play=tensorboard),
+        Feature("`self.log`, `log_dict`, reductions, torchmetrics; `CSVLogger`", csv),
+        Feature("`TensorBoardLogger` with graph and hyperparameters", tensorboard),
     ],
 }

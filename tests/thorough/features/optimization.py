@@ -281,66 +281,53 @@ def steps_of_one(make: Make, folder: Path) -> Any:
     return made(module, trainer)
 
 
-NORMS = "rounding: norms are summed over the ranks"
-SUMS = "rounding: each micro-step is averaged, where DDP averages their sum"
-ADDED = {2: 1e-5, 3: 1e-5}
-_NORM = Refusal("with max_norm=1.0, which changes", "with several ranks, which drift apart under DDP")
 _EVERYWHERE = (1, 2, 3)
+BY_NORM: Any = {"bounds": dict.fromkeys(_EVERYWHERE, 1e-5), "why": "rounding: norms are summed over the ranks"}
+BY_SUM: Any = {
+    "bounds": {2: 1e-5, 3: 1e-5},
+    "why": "rounding: each micro-step is averaged, where DDP averages their sum",
+}
+_NORM = Refusal("with max_norm=1.0, which changes", "with several ranks, which drift apart under DDP")
 
 FEATURES = {
     "Automatic optimization": [
-        Feature(name="`ReduceLROnPlateau`", play=fitting(3, 1, net=optimizing(_plateau), max_epochs=4)),
-        Feature(name="schedulers by step, with frequency", play=fitting(4, net=optimizing(_steps), max_epochs=2)),
-        Feature(name="`lr_scheduler_step`, a scheduler of one's own", play=fitting(2, net=OwnScheduler, max_epochs=3)),
+        Feature("`ReduceLROnPlateau`", fitting(3, 1, net=optimizing(_plateau), max_epochs=4)),
+        Feature("schedulers by step, with frequency", fitting(4, net=optimizing(_steps), max_epochs=2)),
+        Feature("`lr_scheduler_step`, a scheduler of one's own", fitting(2, net=OwnScheduler, max_epochs=3)),
+        Feature("`gradient_clip_val` by norm", fitting(4, gradient_clip_val=0.01), **BY_NORM),
+        Feature("`gradient_clip_val` by value", fitting(4, gradient_clip_val=0.01, gradient_clip_algorithm="value")),
         Feature(
-            name="`gradient_clip_val` by norm",
-            play=fitting(4, gradient_clip_val=0.01),
-            bounds=dict.fromkeys(_EVERYWHERE, 1e-5),
-            why=NORMS,
+            "`grad_norm`, `clip_grad_norm_`, edits of `.grad` in hooks, inside `full_gradients`",
+            fitting(3, net=Editing),
         ),
         Feature(
-            name="`gradient_clip_val` by value",
-            play=fitting(4, gradient_clip_val=0.01, gradient_clip_algorithm="value"),
+            "`grad_norm`, `clip_grad_norm_` in hooks, without `full_gradients`",
+            fitting(3, net=lambda: Editing(False)),
+            **BY_NORM,
+        ),
+        Feature("`configure_gradient_clipping`", fitting(3, net=OwnClipping, max_epochs=2)),
+        Feature(
+            "`optimizer_step`, `backward`, `optimizer_zero_grad` overridden",
+            fitting(4, net=OwnStep, max_epochs=2),
+            **BY_SUM,
+        ),
+        Feature("`accumulate_grad_batches`", fitting(5, accumulate_grad_batches=2, max_epochs=2), **BY_SUM),
+        Feature("no optimizer", fitting(3, net=optimizing(lambda module: None))),
+        Feature(
+            "`LBFGS`",
+            fitting(2, net=optimizing(lambda module: torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=3))),
         ),
         Feature(
-            name="`grad_norm`, `clip_grad_norm_`, edits of `.grad` in hooks, inside `full_gradients`",
-            play=fitting(3, net=Editing),
+            "an optimizer with a closure, as SAM",
+            fitting(3, net=optimizing(lambda module: Sharpness(module.parameters(), lr=0.1, momentum=0.9))),
         ),
         Feature(
-            name="`grad_norm`, `clip_grad_norm_` in hooks, without `full_gradients`",
-            play=fitting(3, net=lambda: Editing(False)),
-            bounds=dict.fromkeys(_EVERYWHERE, 1e-5),
-            why=NORMS,
-        ),
-        Feature(name="`configure_gradient_clipping`", play=fitting(3, net=OwnClipping, max_epochs=2)),
-        Feature(
-            name="`optimizer_step`, `backward`, `optimizer_zero_grad` overridden",
-            play=fitting(4, net=OwnStep, max_epochs=2),
-            bounds=ADDED,
-            why=SUMS,
+            "an optimizer derived from torch's that changes gradients in its step",
+            fitting(3, net=optimizing(lambda module: Centred(module.parameters(), lr=0.1, momentum=0.9))),
         ),
         Feature(
-            name="`accumulate_grad_batches`",
-            play=fitting(5, accumulate_grad_batches=2, max_epochs=2),
-            bounds=ADDED,
-            why=SUMS,
-        ),
-        Feature(name="no optimizer", play=fitting(3, net=optimizing(lambda module: None))),
-        Feature(
-            name="`LBFGS`",
-            play=fitting(2, net=optimizing(lambda module: torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=3))),
-        ),
-        Feature(
-            name="an optimizer with a closure, as SAM",
-            play=fitting(3, net=optimizing(lambda module: Sharpness(module.parameters(), lr=0.1, momentum=0.9))),
-        ),
-        Feature(
-            name="an optimizer derived from torch's that changes gradients in its step",
-            play=fitting(3, net=optimizing(lambda module: Centred(module.parameters(), lr=0.1, momentum=0.9))),
-        ),
-        Feature(
-            name="`fused` and `foreach`",
-            play=fitting(
+            "`fused` and `foreach`",
+            fitting(
                 3,
                 net=optimizing(lambda module: torch.optim.AdamW(module.parameters(), lr=0.01, eps=1e-4, foreach=True)),
             ),
@@ -348,46 +335,35 @@ FEATURES = {
     ],
     "Manual optimization": [
         Feature(
-            name="several optimizers, `toggle_optimizer`, `clip_gradients`, schedulers",
-            play=fitting(4, net=Pair, max_epochs=2),
-            bounds=dict.fromkeys(_EVERYWHERE, 1e-5),
-            why=NORMS,
+            "several optimizers, `toggle_optimizer`, `clip_gradients`, schedulers",
+            fitting(4, net=Pair, max_epochs=2),
+            **BY_NORM,
         ),
-        Feature(
-            name="`max_steps` with several optimizers",
-            play=steps_of_one,
-            bounds=dict.fromkeys(_EVERYWHERE, 1e-5),
-            why=NORMS,
-        ),
-        Feature(
-            name="accumulation with `toggle_model(sync_grad=...)`",
-            play=fitting(4, net=ByHand),
-            bounds=ADDED,
-            why=SUMS,
-        ),
+        Feature("`max_steps` with several optimizers", steps_of_one, **BY_NORM),
+        Feature("accumulation with `toggle_model(sync_grad=...)`", fitting(4, net=ByHand), **BY_SUM),
     ],
     "Precision and models": [
-        Feature(name="`bf16-true`", play=fitting(4, precision="bf16-true")),
-        Feature(name="`64-true`", play=fitting(4, precision="64-true")),
-        Feature(name="lazy layers, materialised in `configure_model`", play=fitting(3, net=Made)),
+        Feature("`bf16-true`", fitting(4, precision="bf16-true")),
+        Feature("`64-true`", fitting(4, precision="64-true")),
+        Feature("lazy layers, materialised in `configure_model`", fitting(3, net=Made)),
         Feature(
-            name="layers that are still lazy",
-            play=fitting(3, net=Lazy),
+            "layers that are still lazy",
+            fitting(3, net=Lazy),
             ddp_refuses=True,
             refused=dict.fromkeys(
                 _EVERYWHERE,
                 Refusal("configure_model", "under DDP too: materialise them in `__init__` or `configure_model`"),
             ),
         ),
-        Feature(name="`layer.compile()`", play=fitting(3, net=Compiling)),
+        Feature("`layer.compile()`", fitting(3, net=Compiling)),
         Feature(
-            name="`torch.compile` of the whole `LightningModule`",
-            play=compiled,
+            "`torch.compile` of the whole `LightningModule`",
+            compiled,
             why="in torch 2.13 `self.log` in it fails under any strategy",
         ),
         Feature(
-            name="`sync_batchnorm`",
-            play=fitting(3, net=Normalised, sync_batchnorm=True),
+            "`sync_batchnorm`",
+            fitting(3, net=Normalised, sync_batchnorm=True),
             ddp_refuses=True,
             refused=dict.fromkeys(
                 _EVERYWHERE,
@@ -395,17 +371,14 @@ FEATURES = {
             ),
         ),
         Feature(
-            name="traced submodules (TorchScript)",
-            play=fitting(3, net=Scripted),
+            "traced submodules (TorchScript)",
+            fitting(3, net=Scripted),
             refused={3: Refusal("is a TorchScript module", "compiled code reads parameters past what gathers them")},
             alone=True,
         ),
-        Feature(name="gradients of gradients (`create_graph=True`)", play=fitting(3, net=Penalty)),
+        Feature("gradients of gradients (`create_graph=True`)", fitting(3, net=Penalty)),
         Feature(
-            name="`nn.Embedding(max_norm=...)`",
-            play=fitting(3, net=Rows),
-            refused=dict.fromkeys(_EVERYWHERE, _NORM),
-            alone=True,
+            "`nn.Embedding(max_norm=...)`", fitting(3, net=Rows), refused=dict.fromkeys(_EVERYWHERE, _NORM), alone=True
         ),
     ],
 }

@@ -22,17 +22,15 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_zero import HostOffload, NvmeOffload
 from lightning_zero.comm import GlooCollectives
 from lightning_zero.comm.native import SWITCH
 from lightning_zero.config import Tier
-from lightning_zero.engine.pool import BufferPool
 from lightning_zero.extensions.nvme import FileTensor
 from lightning_zero.shards.sharded import ShardedTensor
 from tests.helpers.cases import WIDTH, Block, Case, Stack, case
-from tests.helpers.models import ZOO, MixedDtypes, OddSizes
+from tests.helpers.models import MixedDtypes, OddSizes
 from tests.helpers.probe import Probe, fit
 from tests.helpers.waiting import until
 from tests.helpers.world import run_world
@@ -222,15 +220,7 @@ def count(rank: int, precision_name: str, stage: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("world_size", "shared"),
-    [
-        (1, True),
-        (2, True),
-        (3, True),
-        pytest.param(3, False, id="3-gloo"),
-    ],
-)
+@pytest.mark.parametrize(("world_size", "shared"), [(1, True), (2, True), (3, True), (3, False)])
 @pytest.mark.usefixtures("one_host")
 def test_memory_at_rest_is_the_plan_s_formula(world_size: int, shared: bool) -> None:
     """Both with ranks that read one another's memory and over gloo, which has a receive buffer."""
@@ -250,7 +240,6 @@ def test_memory_at_rest_is_the_plan_s_formula(world_size: int, shared: bool) -> 
             small = found["small"]
             assert small["step counters"] == 4 * found["trainable"], where
             assert small["placeholders"] in (4, 4 + 8), where  # one float32, one float64
-            # Rows of one hash, three numbers of the phase and three masks of buckets; twice that at most.
 
 
 OFFLOADS = {
@@ -414,69 +403,3 @@ def test_an_exception_leaves_no_memory_behind(stage: int) -> None:
             assert found["moved"] == [False, False]
             assert found["others"] == {}
             assert (found["pins"], found["gradients"]) == (0, 0)
-
-
-class Allocations(TorchDispatchMode):
-    """Notes the sizes of byte buffers that are made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        made = func in (torch.ops.aten.empty.memory_format, torch.ops.aten.clone.default)
-        if made and isinstance(result, Tensor) and result.dtype is torch.uint8 and result.numel() >= 256:
-            self.nbytes.append(result.numel())
-        return result
-
-
-class WatchSteps(pl.Callback):
-    """Allocations of every step but the first."""
-
-    def __init__(self) -> None:
-        self.mode = Allocations()
-
-    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx:
-            self.mode.__enter__()
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if batch_idx:
-            self.mode.__exit__(None, None, None)
-
-
-class Holder(nn.Module):
-    """Keeps one block computing while it calls another of the same kind: two units at once in one pool."""
-
-    def __init__(self, first: Block, second: Block) -> None:
-        super().__init__()
-        self.pair = nn.ModuleList([first, second])
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.pair[0].register_forward_pre_hook(lambda module, args: (self.pair[1](args[0]),), prepend=False)
-        return self.pair[0](x)
-
-
-def test_the_buffers_of_the_plan_are_enough() -> None:
-    """No step of an ordinary model makes memory for full parameters beside them."""
-
-    def run(rank: int) -> dict[str, list[int]]:
-        found = {}
-        BufferPool.trim = lambda self: None  # type: ignore[method-assign]  # as on a device, in this process alone
-        for name in ("gpt_tied", "nested_units", "frozen_mix", "called_in_reverse"):
-            for prefetch in (0, 1, 2):
-                watch = WatchSteps()
-                fit(Probe(ZOO[name]), stage=3, micro_steps=4, callbacks=[watch], prefetch=prefetch)
-                found[f"{name}, prefetch {prefetch}"] = watch.mode.nbytes
-        watch = WatchSteps()
-        overlapping = case("overlapping", lambda: Stack(Holder(Block(), Block())))
-        fit(Probe(overlapping), stage=3, micro_steps=4, callbacks=[watch], prefetch=0)
-        found["overlapping"] = watch.mode.nbytes
-        return found
-
-    for found in run_world(2, run, timeout=120):
-        assert found.pop("overlapping"), "the watch sees no allocation where two units of one place compute"
-        assert not any(found.values()), found

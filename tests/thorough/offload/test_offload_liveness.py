@@ -78,46 +78,6 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_zero-")]
 
 
-FAULTS = [
-    ("write", "on_before_optimizer_step", "files", "No space left on device"),
-    ("read", "on_before_optimizer_step", "files", "Input/output error"),
-    ("short read", "on_before_optimizer_step", "files", "gave 0 of"),
-    ("read", "on_train_batch_start", "files, parameters", "Input/output error"),
-]
-
-
-@pytest.mark.parametrize(("how", "hook", "kind", "reason"), FAULTS)
-def test_a_disk_that_fails_on_one_rank_is_an_error_on_every_rank(
-    how: str, hook: str, kind: str, reason: str, tmp_path: Path
-) -> None:
-    files, checkpoint = tmp_path / "files", str(tmp_path / "checkpoint")
-    files.mkdir()
-
-    @quiet()
-    def run(rank: int) -> dict[str, Any]:
-        offload = KINDS[kind](files)
-        save = SaveAt(2, checkpoint)
-        trainer = make_trainer(zero(3, offload=offload), callbacks=[save, Breaking(1, how, hook)])
-        with pytest.raises(OffloadError) as caught:
-            trainer.fit(Net(), batches(5))
-        left = threads()
-        module = Net()
-        resumed = make_trainer(zero(3, offload=KINDS["host"](files)), max_steps=5)
-        resumed.fit(module, batches(5), ckpt_path=checkpoint)
-        undisturbed = Net()
-        make_trainer(zero(3), max_steps=5).fit(undisturbed, batches(5))
-        same = [torch.equal(a, b) for a, b in zip(*map(ordered, (module, undisturbed)), strict=True)]
-        return {"message": str(caught.value), "threads": left, "same": all(same) and bool(same)}
-
-    for found in run_world(2, run, timeout=90):
-        assert "Rank 1" in found["message"], found
-        assert reason in found["message"]
-        assert "checkpoint" in found["message"]  # and what to do next
-        assert found["threads"] == []
-        assert found["same"], "the checkpoint of step 2 is whole"
-    assert list(files.iterdir()) == []
-
-
 def resting(trainer: pl.Trainer, what: str) -> FileTensor:
     """Some of what rests in this rank's files."""
     flats = [flat for unit in trainer.strategy.engine.units for flat in unit.flats]
@@ -153,40 +113,33 @@ FLIPS = [
 ]
 
 
-@pytest.mark.parametrize(("what", "hook", "kind"), FLIPS)
-def test_a_bit_that_flips_on_one_rank_is_an_error_on_every_rank(
-    what: str, hook: str, kind: str, tmp_path: Path
-) -> None:
+def test_a_bit_that_flips_on_one_rank_is_an_error_on_every_rank(tmp_path: Path) -> None:
     """And neither in weights nor in a checkpoint; without checksums it is."""
     files, checkpoint = tmp_path / "files", str(tmp_path / "checkpoint")
     files.mkdir()
 
-    @quiet()
-    def run(rank: int) -> dict[str, Any]:
+    def train(rank: int, what: str, hook: str, kind: str) -> tuple[str, str]:
         plugins = {"plugins": ZeroPrecision("bf16-mixed")} if what == "weights" else {}
         offload = KINDS[kind](files)
-        flipping = Flipping(1, what, hook)
+        flipping, blind = Flipping(1, what, hook), Flipping(1, what, hook)
         trainer = make_trainer(zero(3, offload=offload), callbacks=[SaveAt(2, checkpoint), flipping], **plugins)
         with pytest.raises(CheckpointError if "save" in hook else OffloadError) as caught:
             trainer.fit(Net(), batches(5))
-        blind = Flipping(1, what, hook)
-        unchecked = make_trainer(
-            zero(3, offload=dataclasses.replace(offload, checksums=False)),
-            callbacks=[SaveAt(2, f"{checkpoint} of something else"), blind],
-            max_steps=4,
-            **plugins,
-        )
-        unchecked.fit(Net(), batches(5))
+        assert threads() == []
+        unchecked = zero(3, offload=dataclasses.replace(offload, checksums=False))
+        save = SaveAt(2, f"{checkpoint} of something else")
+        make_trainer(unchecked, callbacks=[save, blind], max_steps=4, **plugins).fit(Net(), batches(5))
         assert bool(blind.place) == (rank == 1)
-        return {"message": str(caught.value), "place": flipping.place, "threads": threads()}
+        return str(caught.value), flipping.place
 
-    found = run_world(2, run, timeout=90)
-    for rank in found:
-        assert "Rank 1" in rank["message"], rank
-        assert found[1]["place"] in rank["message"], rank
-        assert str(files) in rank["message"]
-        assert "resume from it, on another disk" in rank["message"]
-        assert rank["threads"] == []
+    @quiet()
+    def run(rank: int) -> list[tuple[str, str]]:
+        return [train(rank, *row) for row in FLIPS]
+
+    for row, (zeroth, _), (first, place) in zip(FLIPS, *run_world(2, run, timeout=90), strict=True):
+        for message in (zeroth, first):
+            for words in ("Rank 1", place, str(files), "resume from it, on another disk"):
+                assert words in message, (row, message)
     assert list(files.iterdir()) == []
 
 
@@ -205,50 +158,80 @@ def ordered(module: pl.LightningModule) -> list[Tensor]:
     return list(values_of(module).values())
 
 
-def test_a_folder_that_vanishes_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    class Vanishing(pl.Callback):
-        def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 1 and trainer.global_rank == 0:
-                folder = Path(trainer.strategy.engine.tiers.store.folder)
-                for file in folder.iterdir():
-                    file.unlink()
-                folder.rmdir()
-
-    @quiet()
-    def run(rank: int) -> str:
-        trainer = make_trainer(zero(2, offload=KINDS["files"](tmp_path)), callbacks=[Vanishing()])
-        with pytest.raises(OffloadError) as caught:
-            trainer.fit(Net(), batches(4))
-        return str(caught.value)
-
-    for message in run_world(2, run, timeout=60):
-        assert "Rank 0" in message
-        assert str(tmp_path) in message
-
-
-@pytest.mark.parametrize("problem", ["missing", "a file", "not writable"])
-def test_a_path_that_cannot_be_used_is_an_error_on_every_rank_before_training(problem: str, tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_used_is_an_error_on_every_rank_before_training(tmp_path: Path) -> None:
     """On one rank only: the paths of hosts differ."""
-    good, bad = tmp_path / "good", tmp_path / "bad"
+    good, file = tmp_path / "good", tmp_path / "a file"
     good.mkdir()
-    if problem == "a file":
-        bad.touch()
-    if problem == "not writable":
-        bad = Path("/proc")
+    file.touch()
+    bad = [tmp_path / "missing", file, Path("/proc")]
 
     @quiet()
+    def run(rank: int) -> list[str]:
+        told = []
+        for path in bad:
+            offload = NvmeOffload(path=str(path if rank == 1 else good), buffer_mib=1)
+            trainer = make_trainer(zero(3, offload=offload))
+            with pytest.raises(OffloadError) as caught:
+                trainer.fit(Net(), batches(2))
+            assert trainer.global_step == 0
+            told.append(str(caught.value))
+        return told
+
+    for told in run_world(2, run, timeout=60):
+        for path, message in zip(bad, told, strict=True):
+            assert "Rank 1" in message
+            assert str(path) in message
+    assert list(good.iterdir()) == []
+
+
+class Full(FileSystem):
+    """Has no room, although it had when it was asked a moment before."""
+
+    def fallocate(self, descriptor: int, offset: int, nbytes: int) -> None:
+        if offset:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().fallocate(descriptor, offset, nbytes)
+
+
+class Worn(FileSystem):
+    """Fails in the middle of the first weights."""
+
+    left = 3
+
+    def pwritev(self, descriptor: int, memory: memoryview, offset: int) -> int:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().pwritev(descriptor, memory, offset)
+
+
+@pytest.mark.parametrize(
+    ("disk", "told", "reason"),
+    [
+        (Full, "Could not find room for what is offloaded: failed on rank 1", "No space left on device"),
+        (Worn, "Could not put the first weights where they rest: failed on rank 1", "Input/output error"),
+    ],
+)
+def test_a_disk_that_fails_at_set_up_is_an_error_on_every_rank(
+    disk: type[FileSystem], told: str, reason: str, tmp_path: Path
+) -> None:
+    @quiet()
     def run(rank: int) -> str:
-        offload = NvmeOffload(path=str(bad if rank == 1 else good), buffer_mib=1)
-        trainer = make_trainer(zero(3, offload=offload))
+        groups = Groups.create()
+        offload = NvmeOffload(path=str(tmp_path), buffer_mib=1)
+        module = torch.nn.Sequential(*(torch.nn.Linear(60, 60) for _ in range(4)))
+        plan = build_plan(module, stage=3, units=["Linear"], world_size=2, offload=offload)
+        system = disk() if rank == 1 else None
+        tiers = make_tiers(offload, plan, groups.control, torch.device("cpu"), system=system)
         with pytest.raises(OffloadError) as caught:
-            trainer.fit(Net(), batches(2))
-        assert trainer.global_step == 0
+            ZeroEngine(module, plan, GlooCollectives(groups, Streams(tiers.device)), groups.control, tiers)
+        tiers.close()
         return str(caught.value)
 
     for message in run_world(2, run, timeout=60):
-        assert "Rank 1" in message
-        assert str(bad) in message
-    assert list(good.iterdir()) == []
+        assert told in message
+        assert reason in message
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_without_room_is_named_with_the_bytes_needed_and_found(tmp_path: Path) -> None:
@@ -372,17 +355,16 @@ def test_an_exception_and_a_second_fit_leave_nothing_and_train_as_without_offloa
             assert same, where
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_after_a_run_the_module_saves_validates_and_shows_its_weights(kind: str, tmp_path: Path) -> None:
+def test_after_a_run_the_module_saves_validates_and_shows_its_weights(tmp_path: Path) -> None:
     """Files have no name any more then, and are there all the same."""
 
     @quiet()
-    def run(rank: int) -> bool:
+    def run(rank: int) -> list[bool]:
         found = []
-        for offload in (None, KINDS[kind](tmp_path)):
-            path = str(tmp_path / f"checkpoint of {offload is None}")
+        for kind in ("nothing", *KINDS):
+            path = str(tmp_path / f"checkpoint of {kind}")
             module = Net()
-            trainer = make_trainer(zero(3, offload=offload), max_steps=3)
+            trainer = make_trainer(zero(3, offload=KINDS[kind](tmp_path) if found else None), max_steps=3)
             trainer.fit(module, batches(4))
             trainer.save_checkpoint(path)
             trainer.validate(module, batches(2), verbose=False)
@@ -393,64 +375,8 @@ def test_after_a_run_the_module_saves_validates_and_shows_its_weights(kind: str,
             resumed = Net()
             make_trainer(zero(2), max_steps=5).fit(resumed, batches(5), ckpt_path=path)
             found.append([*changed, *ordered(resumed), trainer.callback_metrics["val_loss"]])
-        return len(found[0]) > 10 and all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        assert len(found[0]) > 10
+        assert threads() == []
+        return [all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True)) for other in found]
 
-    assert run_world(2, run, timeout=90) == [True, True]
-    assert threads() == []
-
-
-def test_a_disk_that_is_full_when_masters_are_laid_out_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    """It had room when it was asked, a moment before."""
-
-    class Full(FileSystem):
-        def fallocate(self, descriptor: int, offset: int, nbytes: int) -> None:
-            if offset:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            super().fallocate(descriptor, offset, nbytes)
-
-    @quiet()
-    def run(rank: int) -> str:
-        groups = Groups.create()
-        offload = NvmeOffload(path=str(tmp_path), buffer_mib=1)
-        module = torch.nn.Sequential(torch.nn.Linear(60, 60), torch.nn.Linear(60, 60))
-        plan = build_plan(module, stage=3, units=["Linear"], world_size=2, offload=offload)
-        system = Full() if rank == 1 else None
-        tiers = make_tiers(offload, plan, groups.control, torch.device("cpu"), system=system)
-        with pytest.raises(OffloadError) as caught:
-            ZeroEngine(module, plan, GlooCollectives(groups, Streams(tiers.device)), groups.control, tiers)
-        tiers.close()
-        return str(caught.value)
-
-    for message in run_world(2, run, timeout=60):
-        assert "Could not find room for what is offloaded: failed on rank 1" in message
-        assert "No space left on device" in message
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_disk_that_fails_while_the_first_weights_are_put_there(tmp_path: Path) -> None:
-    class Worn(FileSystem):
-        def __init__(self) -> None:
-            self.left = 3
-
-        def pwritev(self, descriptor: int, memory: memoryview, offset: int) -> int:
-            self.left -= 1
-            if self.left < 0:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            return super().pwritev(descriptor, memory, offset)
-
-    @quiet()
-    def run(rank: int) -> str:
-        groups = Groups.create()
-        offload = NvmeOffload(path=str(tmp_path), buffer_mib=1)
-        module = torch.nn.Sequential(*(torch.nn.Linear(60, 60) for _ in range(4)))
-        plan = build_plan(module, stage=3, units=["Linear"], world_size=2, offload=offload)
-        system = Worn() if rank == 1 else None
-        tiers = make_tiers(offload, plan, groups.control, torch.device("cpu"), system=system)
-        with pytest.raises(OffloadError) as caught:
-            ZeroEngine(module, plan, GlooCollectives(groups, Streams(tiers.device)), groups.control, tiers)
-        tiers.close()
-        return str(caught.value)
-
-    for message in run_world(2, run, timeout=60):
-        assert "Could not put the first weights where they rest: failed on rank 1" in message
-        assert "Input/output error" in message
+    assert run_world(2, run, timeout=90) == [[True] * (1 + len(KINDS))] * 2
