@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_zero import ZeroCLI, ZeroStrategy, __version__
 from lightning_zero.cli import main
-from lightning_zero.config import CheckpointPolicy, HostOffload, NvmeOffload, Offload
+from lightning_zero.config import CheckpointPolicy, HostOffload, NvmeOffload
 from tests.helpers.script import run_forked, run_script, start_forked
 
 BORING = "--model=lightning.pytorch.demos.boring_classes.BoringModel"
@@ -34,7 +34,6 @@ def _bare_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     ("defaults", "arguments", "expected"),
     [
         ({}, [], ZeroStrategy),
-        ({"strategy": "auto"}, [], SingleDeviceStrategy),
         ({}, ["--trainer.strategy=auto"], SingleDeviceStrategy),
         ({"strategy": "auto"}, ["--trainer.strategy=zero2"], ZeroStrategy),
     ],
@@ -49,43 +48,6 @@ def test_default_strategy(defaults: dict[str, str], arguments: list[str], expect
     )
 
     assert type(cli.trainer.strategy) is expected
-
-
-OFFLOADING = """
-trainer:
-  accelerator: cpu
-  devices: 1
-  logger: false
-  strategy:
-    class_path: lightning_zero.ZeroStrategy
-    init_args:
-      stage: 3
-      offload:
-        class_path: lightning_zero.{kind}
-        init_args:
-          {settings}
-"""
-
-
-@pytest.mark.usefixtures("_bare_command_line")
-@pytest.mark.parametrize(
-    ("kind", "settings", "expected"),
-    [
-        ("HostOffload", "parameters: true", HostOffload(parameters=True)),
-        ("HostOffload", "pin_mib: 64", HostOffload(pin_mib=64.0)),
-        ("NvmeOffload", "path: /var/tmp", NvmeOffload(path="/var/tmp")),
-    ],
-)
-def test_offload_by_class(tmp_path: Path, kind: str, settings: str, expected: Offload) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text(OFFLOADING.format(kind=kind, settings=settings))
-    cli = ZeroCLI(BoringModel, run=False, seed_everything_default=False, args=[f"--config={file}"])
-
-    assert cli.trainer.strategy.offload == expected
-    # What LightningCLI saves beside the checkpoints gives the same again.
-    file.write_text(cli.parser.dump(cli.config))
-    again = ZeroCLI(BoringModel, run=False, seed_everything_default=False, args=[f"--config={file}"])
-    assert again.trainer.strategy.offload == expected
 
 
 @pytest.mark.usefixtures("_bare_command_line")
@@ -104,6 +66,12 @@ def test_offload_by_class(tmp_path: Path, kind: str, settings: str, expected: Of
             "{class_path: lightning_zero.zero3, init_args: {prefetch: 1}}",
             ["--trainer.strategy.bucket_mib=3"],
             ZeroStrategy(3, prefetch=1, bucket_mib=3.0),
+        ),
+        (
+            "{class_path: lightning_zero.ZeroStrategy, init_args: {stage: 3, offload: "
+            "{class_path: lightning_zero.HostOffload, init_args: {parameters: true, pin_mib: 64}}}}",
+            [],
+            ZeroStrategy(3, offload=HostOffload(parameters=True, pin_mib=64.0)),
         ),
         (
             "zero1",
@@ -135,28 +103,8 @@ def test_a_name_takes_arguments(tmp_path: Path, strategy: str, arguments: list[s
     assert again.trainer.strategy.settings == expected.settings
 
 
-@pytest.mark.usefixtures("_bare_command_line")
-@pytest.mark.parametrize(
-    ("kind", "settings", "message"),
-    [
-        ("HostOffload", "paramters: true", "paramters"),  # codespell:ignore
-        ("HostOffload", "pin_mib: much", "pin_mib"),
-        ("HostOffload", "path: /var/tmp", "path"),
-        ("NvmeOffload", "parameters: true", "the following arguments are required: path"),
-    ],
-)
-def test_a_wrong_setting_of_offload_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, settings: str, message: str
-) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text(OFFLOADING.format(kind=kind, settings=settings))
-    with pytest.raises(SystemExit):
-        ZeroCLI(BoringModel, run=False, seed_everything_default=False, args=[f"--config={file}"])
-
-    assert message in capsys.readouterr().err
-
-
 STRATEGY = "--trainer.strategy="
+OFFLOAD = "class_path: lightning_zero"
 CLASS = "strategy: {class_path: lightning_zero.ZeroStrategy, init_args: {%s}}"
 
 
@@ -170,6 +118,13 @@ CLASS = "strategy: {class_path: lightning_zero.ZeroStrategy, init_args: {%s}}"
         (CLASS % "bucket_mbi: 3", [], "bucket_mbi"),
         (CLASS % "checkpoint: {asnyc_save: true}", [], "asnyc_save"),
         (CLASS % "bucket_mib: much", [], "bucket_mib"),
+        (
+            CLASS % f"offload: {{{OFFLOAD}.HostOffload, init_args: {{paramters: true}}}}",
+            [],
+            "paramters",
+        ),  # codespell:ignore
+        (CLASS % f"offload: {{{OFFLOAD}.HostOffload, init_args: {{pin_mib: much}}}}", [], "pin_mib"),
+        (CLASS % f"offload: {{{OFFLOAD}.NvmeOffload, init_args: {{parameters: true}}}}", [], "are required: path"),
         ("", ["--trainer.strategy.checkpoint.format=shraded"], "shraded"),
         ("", [f"{STRATEGY}zero3", "--trainer.strategy.cpu_offload=true"], "cpu_offload"),
         ("", ["--trainer.stratgy=zero2"], "--trainer.stratgy=zero2"),

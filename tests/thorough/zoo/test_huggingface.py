@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_zero import CheckpointPolicy, ZeroStrategy, full_parameters
-from lightning_zero.checkpoint import StoredTensor, open_checkpoint
+from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.checkpoint.consolidated import consolidate_checkpoint
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError
@@ -101,41 +101,6 @@ def test_files_of_the_library_go_in_and_come_out(family: str, tmp_path: Path) ->
     _assert_equal(_pretrained(family, out), after)
 
 
-def _counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    read: list[str] = []
-    original = StoredTensor.read
-
-    def noting(self: StoredTensor) -> Tensor:
-        read.append(self.key)
-        return original(self)
-
-    monkeypatch.setattr(StoredTensor, "read", noting)
-    return read
-
-
-def test_a_slice_reads_its_own_experts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    FAMILIES["Mixtral"].build().save_pretrained(tmp_path)
-    model = nn.ModuleDict({"net": FAMILIES["Mixtral"].build()})
-    expected = _pretrained("Mixtral", tmp_path)
-    stored = open_checkpoint(tmp_path, ControlGroup(None))["state_dict"]
-    read = _counted(monkeypatch)
-    name = "net.model.layers.1.mlp.experts.gate_up_proj"
-    found = in_layout_of(model, model.state_dict(), stored)[name]
-    assert not read
-    whole = expected[name].reshape(-1)
-    per_expert = whole.numel() // 4
-
-    slice_ = torch.empty(per_expert + 20)  # the end of the second, the third, the beginning of the fourth
-    found.read_into(slice_, 2 * per_expert - 10)
-
-    assert torch.equal(slice_, whole[2 * per_expert - 10 : 3 * per_expert + 10])
-    assert read == [
-        f"model.layers.1.block_sparse_moe.experts.{expert}.{part}.weight"
-        for expert in (1, 2, 3)
-        for part in ("w1", "w3")
-    ]
-
-
 def test_what_is_missing_is_named_and_nothing_else(tmp_path: Path) -> None:
     FAMILIES["Mixtral"].build().save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
@@ -165,13 +130,6 @@ def test_an_expert_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     model = nn.ModuleDict({"net": FAMILIES["Mixtral"].build()})
     with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.experts\.gate_up_proj.*MixtralForCausalLM"):
         in_layout_of(model, model.state_dict(), stored)
-
-
-def test_two_models_that_fit_are_left_alone(tmp_path: Path) -> None:
-    FAMILIES["Mixtral"].build().save_pretrained(tmp_path)
-    stored = open_checkpoint(tmp_path, ControlGroup(None))["state_dict"]
-    two = nn.ModuleDict({"student": FAMILIES["Mixtral"].build(), "teacher": FAMILIES["Mixtral"].build()})
-    assert in_layout_of(two, two.state_dict(), stored) is stored
 
 
 def test_an_older_checkpoint_of_the_module_is_converted(tmp_path: Path) -> None:

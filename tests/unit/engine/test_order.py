@@ -233,31 +233,6 @@ def test_a_unit_the_order_does_not_know_is_served() -> None:
         assert found[1:] == [None, None]
 
 
-def test_a_second_change_is_not_worth_a_warning() -> None:
-    def body(rank: Rank) -> list[bool]:
-        found = []
-        for uses in ([0, 1], [1, 0], [1, 0], [0, 1], [1, 2]):
-            change, _ = rank.phase("forward", uses)
-            found.append(change is not None)
-            rank.step()
-        return found
-
-    for _, found in world(2, [0, 0, 0], 0, body):
-        assert found.count(True) == 1
-
-
-def test_extra_uses_of_what_is_there_cost_nothing() -> None:
-    def body(rank: Rank) -> None:
-        for _ in range(2):
-            rank.phase("forward", [0, 1])
-            rank.step()
-        rank.issued.clear()
-        rank.phase("forward", [0, 0, 1, 1, 0])
-
-    for rank, _ in world(2, [0, 1], 0, body):
-        assert rank.issued == [0, 1]
-
-
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_unit_that_is_gathered_while_another_has_its_place_is_there_for_its_next_use(prefetch: int) -> None:
     """A block is recomputed while the one behind it computes, and has its backward next."""
@@ -285,14 +260,6 @@ def test_ranks_at_different_places_are_told_where() -> None:
             rank.order.close()
 
     world(2, [0], 0, body)
-
-
-def test_use_without_a_phase_is_an_error() -> None:
-    def body(rank: Rank) -> None:
-        with pytest.raises(RuntimeError, match="outside of a forward or backward"):
-            rank.order.need(0)
-
-    world(1, [0], 0, body)
 
 
 def test_after_an_error_the_recorded_order_still_holds() -> None:
