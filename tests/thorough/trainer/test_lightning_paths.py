@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import enum
-import functools
 import os
 import sys
 import warnings
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.strategies import DDPStrategy, Strategy
-from torch import Tensor, nn
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
 
-from lightning_zero import CheckpointPolicy, full_parameters
+from lightning_zero import CheckpointPolicy
 from lightning_zero.session import checkpoints
 from tests.helpers import runs
-from tests.helpers.runs import Net, again, assert_same, batches, made, name_of, raised, zero
+from tests.helpers.runs import Net, assert_same, batches, fit, made, raised, zero
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
 
@@ -63,16 +60,19 @@ def kept_in(folder: Path) -> dict[str, str]:
     return {path.name: os.readlink(path) if path.is_symlink() else "" for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("keeper", KEEPERS)
-def test_model_checkpoint_keeps_what_it_keeps_under_ddp(keeper: str, tmp_path: Path) -> None:
+def test_model_checkpoint_keeps_what_it_keeps_under_ddp(tmp_path: Path) -> None:
     """Names, removals and links; ``last`` and ``best`` are found, whole and loaded; under each policy."""
-    options = KEEPERS[keeper]
+    makes: dict[str, Any] = {"ddp": lambda: DDPStrategy(find_unused_parameters=True)}
+    makes |= {name: lambda policy=policy: zero(3, checkpoint=policy) for name, policy in POLICIES.items()}
 
-    def train(strategy: Strategy, folder: Path) -> dict[str, Any]:
-        callback = ModelCheckpoint(folder, filename="{epoch}-{step}", **options)
-        module = Falling()
-        trainer = make_trainer(strategy, max_epochs=3, callbacks=[callback], enable_checkpointing=True)
-        trainer.fit(module, batches(3), batches(1))
+    def train(make: Any, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+        def fitted(epochs: int, ckpt_path: str | None = None) -> tuple[Any, Falling, pl.Trainer]:
+            callback, module = ModelCheckpoint(folder, filename="{epoch}-{step}", **options), Falling()
+            trainer = make_trainer(make(), max_epochs=epochs, callbacks=[callback], enable_checkpointing=True)
+            trainer.fit(module, batches(3), batches(1), ckpt_path=ckpt_path)
+            return callback, module, trainer
+
+        callback, module, trainer = fitted(3)
         found: dict[str, Any] = {
             "kept": kept_in(folder),
             "best": Path(callback.best_model_path).name,
@@ -80,32 +80,20 @@ def test_model_checkpoint_keeps_what_it_keeps_under_ddp(keeper: str, tmp_path: P
         }
         if options.get("save_last"):
             found["last"] = trainer.test(module, batches(1), ckpt_path="last", verbose=False)
-            resumed = Falling()
-            again_callback = ModelCheckpoint(folder, filename="{epoch}-{step}", **options)
-            trainer = make_trainer(
-                remade(strategy), max_epochs=4, callbacks=[again_callback], enable_checkpointing=True
-            )
-            trainer.fit(resumed, batches(3), batches(1), ckpt_path="last")
-            found["resumed"] = made(resumed, trainer)
+            found["resumed"] = made(*fitted(4, "last")[1:])
             found["kept later"] = kept_in(folder)
         return found
 
-    def play(rank: int) -> dict[str, Any]:
+    def play(rank: int) -> dict[str, dict[str, Any]]:
         with quiet():
-            results = {"ddp": train(again_ddp(), tmp_path / "ddp")}
-            for name, policy in POLICIES.items():
-                results[name] = train(zero(3, checkpoint=policy), tmp_path / name)
-        return results
+            return {
+                name: {keeper: train(make, tmp_path / name / keeper, KEEPERS[keeper]) for keeper in KEEPERS}
+                for name, make in makes.items()
+            }
 
-    def remade(strategy: Strategy) -> Strategy:
-        return zero(3, checkpoint=strategy.settings.checkpoint) if name_of(strategy) != "ddp" else again(strategy)
-
-    def again_ddp() -> Strategy:
-        return DDPStrategy(find_unused_parameters=True)
-
-    results = run_world(2, play, timeout=120)
+    results = run_world(2, play, timeout=240)
     assert_same(results, list(POLICIES))
-    assert not any(name.startswith(".") for name in results[0]["async"]["kept"])
+    assert not any(name.startswith(".") for found in results[0]["async"].values() for name in found["kept"])
 
 
 def test_last_cannot_be_a_link_on_a_file_system_without_links(tmp_path: Path) -> None:
@@ -128,40 +116,6 @@ def test_last_cannot_be_a_link_on_a_file_system_without_links(tmp_path: Path) ->
     first, second = run_world(2, play)
     assert first[0].startswith("IsADirectoryError")
     assert second[0].startswith("CommunicationError")
-
-
-def test_evaluation_loads_a_directory_without_a_fit(tmp_path: Path) -> None:
-    """``validate``, ``test`` and ``predict`` of a fresh Trainer, in another stage and world size."""
-    path = tmp_path / "weights.ckpt"
-
-    def save(rank: int) -> Any:
-        with quiet():
-            trainer = make_trainer(zero(3), max_epochs=1)
-            module = Net()
-            trainer.fit(module, batches(2))
-            trainer.save_checkpoint(path)
-            return evaluate(trainer, module, None)
-
-    def evaluate(trainer: pl.Trainer, module: Net, ckpt_path: Path | None) -> dict[str, Any]:
-        return {
-            "validate": trainer.validate(module, batches(1), verbose=False, ckpt_path=ckpt_path),
-            "test": trainer.test(module, batches(1), verbose=False, ckpt_path=ckpt_path),
-            "predict": trainer.predict(module, batches(1), ckpt_path=ckpt_path),
-        }
-
-    def load(rank: int, stage: int) -> dict[str, Any]:
-        with quiet():
-            return {
-                kind: evaluate(make_trainer(zero(stage)), Net(seed=9), path)[kind]
-                for kind in ("validate", "test", "predict")
-            }
-
-    expected = run_world(2, save)
-    assert_same(
-        [{"now": e, "loaded": r} for e, r in zip(expected, run_world(2, load, 1), strict=True)], ["loaded"], 0, "now"
-    )
-    for result in run_world(1, load, 3):
-        assert torch.equal(result["predict"][0], expected[0]["predict"][0])
 
 
 def test_hpc_and_last_are_found_among_leftovers(tmp_path: Path) -> None:
@@ -209,72 +163,6 @@ def test_hpc_and_last_are_found_among_leftovers(tmp_path: Path) -> None:
     assert results[0]["last path"]["name"] == "last.ckpt"
 
 
-class Extra(pl.Callback):
-    """Puts tensors of its own, and shards of the module, into the checkpoint, at several places."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, Any] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "mean": torch.linspace(0, 1, 7, dtype=torch.float64),
-            "nested": [torch.tensor(3), {"x": torch.ones(2, 0)}],
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.found["state"] = state
-
-    def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-        weights = checkpoint["state_dict"]
-        checkpoint["copies"] = {"weights": {name: weights[name].clone() for name in weights}, "decay": 0.9}
-        checkpoint["moved"] = {"head": weights["model.head.weight"]}
-        checkpoint["table"] = torch.arange(70_000, dtype=torch.int32)
-
-    def on_load_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-        copies = checkpoint["copies"]
-        self.found |= {
-            "copies": {name: value.clone() for name, value in copies["weights"].items()},
-            "decay": copies["decay"],
-            "moved": checkpoint["moved"]["head"].clone(),
-            "table": checkpoint["table"].clone(),
-        }
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_callbacks_that_add_tensors_get_them_back_whole(policy: str, tmp_path: Path) -> None:
-    """Shards that were moved or copied to other keys, and plain tensors in any place."""
-
-    path = tmp_path / "saved.ckpt"
-
-    class Saver(pl.Callback):
-        def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-            trainer.save_checkpoint(path)
-
-    def play(rank: int, resume: bool) -> dict[str, Any]:
-        module, extra = Net(), Extra()
-        callbacks = [extra] if resume else [extra, Saver()]
-        trainer = make_trainer(zero(3, checkpoint=POLICIES[policy]), max_epochs=1 + resume, callbacks=callbacks)
-        with quiet():
-            trainer.fit(module, batches(2), ckpt_path=path if resume else None)
-        with full_parameters(module):
-            weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
-        return {"weights": weights, "found": extra.found}
-
-    weights = run_world(2, play, False)[0]["weights"]
-    for result in run_world(3, play, True):
-        found = result["found"]
-        assert {name: value.shape for name, value in found["copies"].items()} == {
-            name: value.shape for name, value in weights.items()
-        }
-        assert all(torch.equal(found["copies"][name], value) for name, value in weights.items())
-        assert torch.equal(found["moved"], weights["model.head.weight"])
-        assert torch.equal(found["table"], torch.arange(70_000, dtype=torch.int32))
-        assert found["decay"] == 0.9
-        assert torch.equal(found["state"]["mean"], torch.linspace(0, 1, 7, dtype=torch.float64))
-        assert found["state"]["nested"][0] == 3
-        assert found["state"]["nested"][1]["x"].shape == (2, 0)
-
-
 def test_a_save_after_the_run_is_on_disk_when_it_returns(tmp_path: Path) -> None:
     """Also with ``async_save``: there is no training left to go on, and the user's next line may read it."""
 
@@ -286,66 +174,6 @@ def test_a_save_after_the_run_is_on_disk_when_it_returns(tmp_path: Path) -> None
         return (tmp_path / "saved.ckpt" / "zero.json").is_file()
 
     assert run_world(2, play) == [True, True]
-
-
-class Colour(enum.Enum):
-    RED = 1
-
-
-def scaled(x: Tensor, by: float) -> Tensor:
-    return x * by
-
-
-DOUBLED = functools.partial(scaled, by=2.0)
-
-
-class Configured(Net):
-    """With hyperparameters that are no numbers."""
-
-    def __init__(
-        self,
-        where: Path = Path("/some/where"),
-        layer: type[nn.Module] = nn.Linear,
-        colour: Colour = Colour.RED,
-        transform: Any = DOUBLED,
-        dtype: torch.dtype = torch.bfloat16,
-        every: timedelta = timedelta(minutes=5),
-        nested: Any = None,
-    ) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-
-
-def test_hyperparameters_that_are_paths_classes_enums_or_functions_do_not_stop_a_resumption(tmp_path: Path) -> None:
-    """What cannot be loaded without running code is left out by name, with one warning on rank 0."""
-
-    def play(rank: int) -> dict[str, Any]:
-        results: dict[str, Any] = {}
-
-        def train(module: Net, epochs: int, ckpt_path: Path | None = None) -> pl.Trainer:
-            trainer = make_trainer(zero(3), max_epochs=epochs)
-            trainer.fit(module, batches(2), ckpt_path=ckpt_path)
-            return trainer
-
-        with quiet(), warnings.catch_warnings(record=True) as caught:
-            warnings.filterwarnings("always", "Left out of the checkpoint")
-            warnings.filterwarnings("always", "A run that resumes will not have all that was saved")
-            whole, resumed = Configured(), Configured(nested={"a": [Path("x"), {1: None}]})
-            results["whole"] = made(whole, train(whole, 3))
-            train(Configured(), 2).save_checkpoint(tmp_path / "saved.ckpt")
-            results["resumed"] = made(resumed, train(resumed, 3, tmp_path / "saved.ckpt"))
-            results["whole"]["losses"] = results["whole"]["losses"][-2:]
-        texts = [str(w.message) for w in caught]
-        results["named"] = [text for text in texts if "will not have all" in text]
-        return {**results, "warnings": [text for text in texts if "Left out" in text]}
-
-    results = run_world(2, play)
-    assert_same(results, ["resumed"], 0, "whole")
-    assert [len(result["warnings"]) for result in results] == [1, 0]
-    assert [len(result["named"]) for result in results] == [1, 0]
-    assert "'hyper_parameters.transform' (functools.partial)" in results[0]["named"][0]
-    assert "transform" in results[0]["warnings"][0]
-    assert "where" not in results[0]["warnings"][0].replace("/some/where", "")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -365,31 +193,26 @@ class Failing(Net):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_checkpoint_saved_because_all_ranks_raised_resumes_bit_for_bit(policy: str, tmp_path: Path) -> None:
+def test_a_checkpoint_saved_because_all_ranks_raised_resumes_bit_for_bit(tmp_path: Path) -> None:
     def play(rank: int) -> dict[str, Any]:
         results: dict[str, Any] = {}
         errors: list[str] = []
         with quiet():
-            whole, resumed = Net(), Net()
-            trainer = make_trainer(zero(3), max_epochs=3)
-            trainer.fit(whole, batches(3))
-            results["whole"] = made(whole, trainer)
-            keeper = ModelCheckpoint(tmp_path, save_on_exception=True, filename="{step}")
-            trainer = make_trainer(
-                zero(3, checkpoint=POLICIES[policy]), max_epochs=3, callbacks=[keeper], enable_checkpointing=True
-            )
-            with raised(errors):
-                trainer.fit(Failing((0, 1)), batches(3))
-            trainer = make_trainer(zero(1), max_epochs=3)
-            trainer.fit(resumed, batches(3), ckpt_path=tmp_path / "step=4.ckpt")
-            results["resumed"] = made(resumed, trainer)
+            whole = Net()
+            results["whole"] = made(whole, fit(zero(3), whole, 3, max_epochs=3))
+            for name, policy in POLICIES.items():
+                keeper = ModelCheckpoint(tmp_path / name, save_on_exception=True, filename="{step}")
+                with raised(errors):
+                    options = {"callbacks": [keeper], "enable_checkpointing": True}
+                    fit(zero(3, checkpoint=policy), Failing((0, 1)), 3, max_epochs=3, **options)
+                resumed, trainer = Net(), make_trainer(zero(1), max_epochs=3)
+                trainer.fit(resumed, batches(3), ckpt_path=tmp_path / name / "step=4.ckpt")
+                results[name] = made(resumed, trainer)
         results["whole"]["losses"] = results["whole"]["losses"][-5:]
-        return {**results, "errors": errors}
+        assert errors == ["ArithmeticError: no more"] * len(POLICIES)
+        return results
 
-    results = run_world(2, play)
-    assert_same(results, ["resumed"], 0, "whole")
-    assert [result["errors"] for result in results] == [["ArithmeticError: no more"]] * 2
+    assert_same(run_world(2, play, timeout=100), list(POLICIES), expected="whole")
 
 
 def test_an_error_before_there_is_anything_to_save_is_raised_itself(tmp_path: Path) -> None:
