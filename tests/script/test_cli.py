@@ -119,10 +119,10 @@ CLASS = "strategy: {class_path: lightning_zero.ZeroStrategy, init_args: {%s}}"
         (CLASS % "checkpoint: {asnyc_save: true}", [], "asnyc_save"),
         (CLASS % "bucket_mib: much", [], "bucket_mib"),
         (
-            CLASS % f"offload: {{{OFFLOAD}.HostOffload, init_args: {{paramters: true}}}}",
+            CLASS % f"offload: {{{OFFLOAD}.HostOffload, init_args: {{pin_mb: true}}}}",
             [],
-            "paramters",
-        ),  # codespell:ignore
+            "pin_mb",
+        ),
         (CLASS % f"offload: {{{OFFLOAD}.HostOffload, init_args: {{pin_mib: much}}}}", [], "pin_mib"),
         (CLASS % f"offload: {{{OFFLOAD}.NvmeOffload, init_args: {{parameters: true}}}}", [], "are required: path"),
         ("", ["--trainer.strategy.checkpoint.format=shraded"], "shraded"),
