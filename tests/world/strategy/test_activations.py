@@ -77,6 +77,7 @@ def found_differences(
     return lines
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_exact_in_every_stage(world_size: int) -> None:
     """Also where weights rest on the host."""
@@ -91,6 +92,7 @@ def test_exact_in_every_stage(world_size: int) -> None:
     assert run_world(world_size, run, timeout=120) == [[]] * world_size
 
 
+@pytest.mark.thorough
 def test_exact_where_it_is_hard() -> None:
     def run(rank: int) -> dict[str, list[str]]:
         return {name: found_differences(chosen, Recipe(steps=2), (3,), {"both": BOTH}) for name, chosen in HARD.items()}
@@ -123,7 +125,7 @@ class Troubled(Net):
         return loss
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.thorough), 3])
 def test_validation_an_error_and_a_second_fit_leave_nothing_and_are_exact(stage: int) -> None:
     def play(where: str, precision: str, policy: ActivationPolicy | None) -> dict[str, Any]:
         module, options = Troubled(where), {"plugins": ZeroPrecision(precision)}  # type: ignore[arg-type]
