@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "lightning_zero"
 # How many of each kind.
 KINDS = {"operator": 15, "condition": 18, "removed call": 17, "wrong group": 5, "wrong divisor": 5}
-DEADLINE = 900.0  # seconds for the tests of one mutation: what takes longer hangs, which is found
+DEADLINE = 3600.0  # seconds for the tests of one mutation. Each has its own deadline, where a hang is found
 
 _OPERATORS: dict[type, type] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -291,10 +291,8 @@ def _play(root: Path, mutation: Mutation, tests: list[str]) -> tuple[str, float]
     finally:
         path.write_bytes(before)
     lines = [line for line in said.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    if code == 0:
+    if code <= 0:  # all passed, or took too long together
         found = ""
-    elif code == -1:
-        found = "hangs"
     elif lines:
         found = lines[0].partition(" ")[2].partition(" - ")[0]
     else:
