@@ -155,6 +155,15 @@ def write_in_a_forward_that_raises(net: Net) -> None:
     handle.remove()
 
 
+def put_aside(net: Net) -> None:
+    """As averaged weights are evaluated: another tensor in between, and the first one again."""
+    if net.number == 0:
+        net.kept = net.b.weight.data
+        net.b.weight.data = net.kept * 0.5
+    elif net.number == 2:
+        net.b.weight.data = net.kept
+
+
 OTHERS = everywhere(r"'b.weight' \(values") | SHARDED
 WEIGHTS = {"weight": torch.eye(10), "bias": torch.zeros(10)}
 
@@ -173,6 +182,7 @@ WRITES = {
     "assigned in a step": Case(
         "training_step", at(1, lambda net: setattr(net.b.bias, "data", torch.ones(10))), SHARDED
     ),
+    "put aside": Case("on_train_batch_end", put_aside, READ_ONLY),
     "cast that changes nothing": Case("training_step", lambda net: net.to(torch.float32)),
     "other values on each rank": Case("on_train_batch_end", scale_by_rank, OTHERS),
     "on one rank only": Case(
