@@ -138,7 +138,7 @@ MODELS: dict[str, tuple[Callable[[], LightningModule], Callable[[], Any]]] = {
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_saved_is_what_a_real_step_saves(name: str, dtype: torch.dtype | None) -> None:
-    """To the byte, but for what a machine's kernels choose: the dtype of batch norm's statistics, a convolution's scratch.
+    """To the byte, but for what a machine's kernels choose: the dtype of batch norm's statistics, and scratch.
 
     And at the worst moment what is given out, up to the gradients of parameters, which a plan has.
     """
