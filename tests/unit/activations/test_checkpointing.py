@@ -285,6 +285,19 @@ def test_buffers_that_the_forward_changes_are_refused_by_name(layer: type[Layer]
         Run(layer, stage, "units").step()
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_running_statistics_that_are_frozen_are_exact(stage: int) -> None:
+    class FrozenNorm(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(WIDTH).eval()
+
+        def inside(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            return self.norm(self.linear(x))
+
+    assert_exact(FrozenNorm, stage)
+
+
 class Plain(nn.Module):
     """Nothing that the compiler would look at twice."""
 
@@ -381,6 +394,40 @@ def test_exact_however_it_is_called(layer: type[Layer], stage: int, forward: Any
         assert_same(plain.buffers(), again.buffers())
 
 
+class Opaque:
+    __slots__ = ("hidden",)
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+class Hiding(Layer):
+    """Nobody can see its output, and its loss does not come through it: no hook can tell that its backward begins."""
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        self.calls.note()
+        self.auxiliary = self.linear(x.hidden).square().mean()
+        return Opaque(x.hidden + F.gelu(self.linear(x.hidden)))
+
+
+class HidingModel(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = Opaque(self.stem(x))
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden.hidden + sum(layer.auxiliary for layer in self.layers)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("forward", [_whole_model, _gradient_of_inputs])
+def test_weights_are_there_whatever_the_outputs_are(forward: Any, stage: int) -> None:
+    plain, again = (Run(Hiding, stage, policy, HidingModel) for policy in (None, "units"))
+    for seed in range(3):
+        told = seed % 2 == 0
+        assert_same(plain.step(forward, seed, told), again.step(forward, seed, told))
+    assert set(plain.control.seen) == set(again.control.seen), "a second forward is part of a backward, not a forward"
+
+
 class Outer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -475,6 +522,23 @@ def test_objects_among_the_arguments_that_the_forward_changes_are_refused_by_nam
         Run(Remembering, policy="units").step(lambda module, x: module.layers[1](x, cache=KeysAndValues(x)))
 
 
+class Scaled(Layer):
+    def inside(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self.linear(x) * kwargs["scale"]["by"][0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_nested_keyword_arguments_that_are_changed_later_are_refused(stage: int) -> None:
+    def forward(module: nn.Module, x: Tensor) -> Tensor:
+        scale = x.detach().mean(0) + 1
+        y = module.layers[0](x, scale={"by": [scale]})
+        scale.add_(1)
+        return y
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        Run(Scaled, stage, "units").step(forward)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Never with other weights or buffers
 
@@ -519,6 +583,72 @@ def test_buffers_that_change_before_the_backward_are_refused_by_name() -> None:
     mask = run.module.layers[1].mask
     run.step()
     assert run.module.layers[1].mask is mask
+
+
+class SetFromOutside(Layer):
+    def inside(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return F.gelu(self.linear(x) * self.scale)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_attributes_that_the_parent_sets_for_each_call(stage: int) -> None:
+    def forward(module: nn.Module, x: Tensor) -> Tensor:
+        for turn in range(2):
+            for layer in module.layers:
+                layer.scale = x.mean() * (turn + 1)
+                x = layer(x)
+        return x
+
+    assert_exact(SetFromOutside, stage, forward=forward)
+
+
+@pytest.mark.parametrize("stepping", [False, True])
+def test_no_chain_of_graphs_grows_over_forwards_without_a_backward(stepping: bool) -> None:
+    class Chained(Layer):
+        last: Any = None
+
+        def inside(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            y = self.linear(x)
+            self.last, self.pair = y, (y.sin(), 1)
+            if stepping:
+                self.all, self.aux = [y.cos()], {"loss": y.exp()}
+            made.append(WeakStorage(y))
+            return y
+
+    made: list[WeakStorage] = []
+    run = Run(Chained, policy="units")
+    for seed in range(5):
+        torch.manual_seed(seed)
+        with run.activations.training(), run.engine.step("training_step"):
+            run.module(torch.randn(8, WIDTH, requires_grad=True))
+        if stepping:
+            run.engine.before_optimizer_step("SGD")
+            run.engine.after_optimizer_step({unit.index: unit.parameters for unit in run.engine.units})
+    # Of each layer, what it has, and what it had when its last graph was made
+    assert sum(memory.lock() is not None for memory in made) <= 2 * 3
+
+
+def test_attributes_are_what_the_first_forward_left() -> None:
+    run = Run(Stateful, policy="units")
+    left: list[tuple[int, Tensor]] = []
+
+    def forward(module: nn.Module, x: Tensor) -> Tensor:
+        y = module(x)
+        left.extend((layer.count, layer.last) for layer in module.layers)
+        module.eval()  # the second forward drops out all the same
+        return y
+
+    plain = Run(Stateful)
+    for seed in range(3):
+        assert_same(plain.step(forward, seed), run.step(forward, seed))
+        left.clear()
+        run.step(forward, seed)
+        plain.step(forward, seed)
+        for layer, (count, last) in zip(run.module.layers, left[:3], strict=True):
+            assert (layer.count, layer.training) == (count, False)
+            assert layer.last is last
+        for module in (plain.module, run.module):
+            module.train()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from lightning_zero import (
     ZeroStrategy,
     full_parameters,
     grad_norm,
+    local_slices,
 )
 from lightning_zero.comm import Exchange, Groups, Streams, choose_collectives
 from lightning_zero.comm.groups import RANKS_PER_HOST
 from lightning_zero.config import Placement, SessionSettings
-from lightning_zero.errors import DivergenceError
+from lightning_zero.errors import DivergenceError, ParameterAccessError
 from lightning_zero.extensions.compression.codes import compress, decompress, format_nbytes
 from lightning_zero.session.session import ZeroSession
 from tests.helpers.training import make_trainer, quiet
@@ -64,6 +66,17 @@ def test_there_and_back(kind: str, dtype: torch.dtype, blocks: int) -> None:
     values = (torch.randn(blocks, 64) * torch.logspace(-5, 3, blocks)[:, None]).to(dtype).view(-1)
     values[:64:2] *= -1
     assert torch.equal(there_and_back(values, kind), rounded(values, kind))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_an_element_is_off_by_half_a_scale_at_most(kind: str) -> None:
+    for size in (1e-45, 1e-40, 1e-38, 1e-20, 1.0, 1e30, 1.6e38):
+        values = torch.rand(640).sub_(0.5).mul_(2 * size)
+        scale = values.view(-1, 64).abs().amax(1) / LARGEST[kind]
+        wrong = (there_and_back(values, kind) - values).view(-1, 64).abs().amax(1)
+        assert (wrong <= scale * 0.5001 + 1e-38).all(), size
+    nothing = torch.zeros(128)
+    assert torch.equal(there_and_back(nothing, kind), nothing)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -304,6 +317,14 @@ def test_between_groups_that_share_shards(kind: Any) -> None:
     run_world(4, run, environment={RANKS_PER_HOST: "2"})
 
 
+def test_groups_of_one_host_round_nothing() -> None:
+    def run(rank: int) -> None:
+        exact, found = (fit(2, one, shard_within=2) for one in (None, GRADIENTS))
+        assert all(map(torch.equal, state(exact), state(found)))
+
+    run_world(4, run)
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_weights_that_ranks_keep_in_full_precision_stay_exact(stage: int) -> None:
     def run(rank: int) -> None:
@@ -357,3 +378,58 @@ def test_ranks_that_want_something_else_are_told(other: Compression | None) -> N
             fit(3, other if rank == 1 else BOTH)
 
     run_world(2, run, environment={RANKS_PER_HOST: "1"})
+
+
+class Writes(Net):
+    """Clamps a weight where it computes, in training or in validation, or between steps."""
+
+    when = ""
+
+    def _clamp(self, when: str) -> None:
+        if when == self.when:
+            with torch.no_grad():
+                self.layers[1].one.bias.clamp_(-10, 10)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self._clamp("training")
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self._clamp("validation")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.when == "between":
+            for part in local_slices(self.layers[1].one, write=True):
+                part.value.clamp_(-0.05, 0.05)
+
+
+@pytest.mark.parametrize("per_host", ["1", "2"])
+def test_what_is_written_to_gathered_weights_is_refused(per_host: str) -> None:
+    """Also where nothing is rounded: they are let go after the forward."""
+    message = r"^'layers\.1\.one\.bias' was written to while its values were gathered.*full_parameters.*local_slices"
+
+    def run(rank: int) -> None:
+        for units, when, compression in product((["Block"], None), ("training", "validation"), (None, GRADIENTS, BOTH)):
+            net = Writes()
+            net.when = when
+            with pytest.raises(ParameterAccessError, match=message):
+                fit(3, compression, net=net, units=units)
+
+    run_world(2, run, environment={RANKS_PER_HOST: per_host})
+
+
+def test_what_is_written_between_steps_counts() -> None:
+    """As without compression, on one host, where nothing is rounded."""
+
+    def run(rank: int) -> None:
+        nets = [Writes(), Writes(), Writes()]
+        for net, compression, when in zip(nets, (None, BOTH, None), ("between", "between", ""), strict=True):
+            net.when = when
+            fit(3, compression, net=net)
+        exact, compressed, untouched = map(state, nets)
+        assert all(map(torch.equal, exact, compressed))
+        assert not all(map(torch.equal, exact, untouched))
+
+    run_world(2, run)

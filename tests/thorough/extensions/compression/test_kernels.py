@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -73,4 +74,13 @@ def test_kernels_that_fail_or_are_wrong_are_left_out_with_a_warning(
     monkeypatch.setitem(sys.modules, "lightning_zero.extensions.compression.kernels", kernels)  # type: ignore[misc]
     monkeypatch.setattr(codes, "kernels", kernels, raising=False)
     with pytest.warns(UserWarning, match=told):
+        assert codes._kernels.__wrapped__("int8", torch.float32, CPU) is None
+
+
+def test_without_triton_the_operators_do_it_silently(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)  # an ImportError
+    monkeypatch.delitem(sys.modules, "lightning_zero.extensions.compression.kernels", raising=False)
+    monkeypatch.delattr(codes, "kernels", raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         assert codes._kernels.__wrapped__("int8", torch.float32, CPU) is None

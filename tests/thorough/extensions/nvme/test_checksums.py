@@ -111,6 +111,29 @@ def test_every_single_bit_counts() -> None:
     assert checksums.damaged(memory, 0) == []
 
 
+def test_damage_of_other_kinds() -> None:
+    memory = pages(3)
+    checksums, numbers = known(memory), memory.view(torch.int32)
+    kinds = {
+        "two signs": lambda: numbers[5:8:2].bitwise_xor_(-(2**31)),
+        "two bits of one place": lambda: numbers[5:7].bitwise_xor_(1 << 20),
+        "a sector that was lost": lambda: memory[512:1024].zero_(),
+        "a sector of something else": lambda: memory[512:1024].copy_(memory[4096:4608].clone()),
+        "neighbours exchanged": lambda: numbers[8:10].copy_(numbers[8:10].flip(0)),
+        "pages exchanged": lambda: memory[:8192].copy_(memory[:8192].roll(4096)),
+        "zeros": lambda: memory[:4096].zero_(),
+        "ones": lambda: memory[:4096].fill_(255),
+    }
+    before = memory.clone()
+    for kind, change in kinds.items():
+        change()
+        assert checksums.damaged(memory, 0) == ([0, 4096] if kind == "pages exchanged" else [0]), kind
+        memory.copy_(before)
+    assert checksums.damaged(memory, 0) == []
+    assert checksums.damaged(memory[4096:], 4096) == []
+    assert checksums.damaged(memory[4096:], 0) == [0, 4096], "each page is known by its place"
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What is not: windows cut anew, parts of pages, writes that fail
 
@@ -186,3 +209,19 @@ def test_a_write_that_fails_leaves_something_that_can_be_written_anew(tmp_path: 
         flip(data(opened), resting, NUMEL - 1)
         with pytest.raises(OffloadError, match="another checksum"):
             resting.read()
+
+
+def test_a_shard_that_grows_the_file_while_others_are_written(tmp_path: Path) -> None:
+    with store(tmp_path, threads=2) as opened:
+        resting, more = opened.allocate(16 * STEP, torch.float32, "x"), []
+
+        def work(request: Request, buffers: list[Tensor]) -> None:
+            buffers[0].fill_(3)
+            more.append(opened.allocate(100, torch.float32, f"state {request.tag}"))
+            more[-1].fill(request.tag)
+
+        for _ in range(3):
+            parts = [resting.part(start, STEP) for start in range(0, 16 * STEP, STEP)]
+            opened.pipeline().run([Request(STEP, [(part, True, True)], i) for i, part in enumerate(parts)], work)
+        assert (resting.read() == 3).all()
+        assert [int(part.read()[99]) for part in more] == [*range(16)] * 3

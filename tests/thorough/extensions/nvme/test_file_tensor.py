@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.extensions.nvme import FileTensor, NvmeStore
+from lightning_zero.extensions.nvme import FileTensor, NvmeStore, fill_from
 from lightning_zero.offload.host import host_memory
 from tests.helpers.stores import NAMES, Disk, store
 
@@ -187,3 +187,71 @@ def test_what_is_no_range_of_elements_is_refused(resting: FileTensor, show: Call
         show(resting)
     assert torch.equal(resting.read(), values())
     assert resting.shape == (NUMEL,)
+
+
+@pytest.mark.parametrize(("start", "numel"), [(-1, 2), (0, NUMEL + 1), (NUMEL, 1), (5, -1)])
+def test_ranges_outside_are_refused(resting: FileTensor, start: int, numel: int) -> None:
+    with pytest.raises(ValueError, match="not inside"):
+        resting.part(start, numel)
+    if numel > 0:
+        with pytest.raises(ValueError, match="not inside"):
+            resting.read_into(torch.empty(numel), start)
+        with pytest.raises(ValueError, match="not inside"):
+            resting.write(torch.empty(numel), start)
+    assert torch.equal(resting.read(), values())
+
+
+def test_only_flat_tensors_are_read_and_written(resting: FileTensor) -> None:
+    with pytest.raises(ValueError, match=r"1-D.*\(2, 3\)"):
+        resting.write(torch.ones(2, 3))
+    with pytest.raises(ValueError, match="1-D"):
+        resting.read_into(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_filling_for_every_mix(opened: NvmeStore, resting: FileTensor, dtype: torch.dtype) -> None:
+    other = opened.allocate(NUMEL, dtype, "other")
+    memory = torch.zeros(NUMEL, dtype=dtype)
+    plain = torch.zeros(NUMEL)
+    fill_from(other, resting)
+    fill_from(memory, resting)
+    fill_from(plain, memory)
+    assert torch.equal(other.read(), values().to(dtype))
+    assert torch.equal(plain.to(dtype), other.read())
+    fill_from(resting, memory)
+    fill_from(resting, resting)
+    assert torch.equal(resting.read(), values().to(dtype).float())
+    resting.fill(7)
+    resting.read_into(other)
+    assert (other.read() == 7).all()
+    resting.write(other)
+    with pytest.raises(ValueError, match="filled"):
+        fill_from(other, resting[1:])
+
+
+def test_a_copy_does_not_see_later_writes(resting: FileTensor) -> None:
+    copied = copy.deepcopy({"x": resting, "again": resting})
+    assert copied["x"] is copied["again"]
+    resting.zero_()
+    assert torch.equal(copied["x"], values())
+    parameter = copy.deepcopy(torch.nn.Parameter(resting))
+    assert isinstance(parameter, torch.nn.Parameter)
+    assert not parameter.any()
+
+
+@pytest.mark.parametrize("move", ["fill", "write", "read_into", "fill_from"])
+def test_large_tensors_move_in_pieces(tmp_path: Path, move: str) -> None:
+    """What has no aligned memory of its own dtype takes no memory but the staging piece."""
+    disk = Disk()
+    with store(tmp_path, disk, kib=64) as opened:
+        one, other = (opened.allocate(1 << 20, torch.float32, "x") for _ in range(2))
+        plain = torch.ones(1 << 20, dtype=torch.float64)
+        disk.calls.clear()
+        if move == "fill":
+            one.fill(1)
+        elif move == "fill_from":
+            fill_from(one, other)
+        else:
+            getattr(one, move)(plain)
+        # Staging is 64 KiB // 8; 1 MiB is what passes through memory between files.
+        assert max(call.nbytes for call in disk.calls) <= (8192 if move in ("write", "read_into") else 1 << 20)

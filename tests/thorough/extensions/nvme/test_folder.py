@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import json
 import os
 import signal
@@ -17,10 +18,11 @@ import pytest
 import torch
 
 from lightning_zero.errors import OffloadError
-from lightning_zero.extensions.nvme import NvmeStore
+from lightning_zero.extensions.nvme import NvmeStore, Request
 from lightning_zero.extensions.nvme import store as folders
+from lightning_zero.extensions.nvme import store as stores
 from lightning_zero.extensions.nvme.store import RunFolder, find_leftovers
-from tests.helpers.stores import CPU, Disk, store
+from tests.helpers.stores import CPU, Disk, io_threads, store
 from tests.helpers.world import run_world, subprocess_env
 
 GIB = 1 << 30
@@ -81,6 +83,15 @@ def test_what_a_killed_process_left_is_reported_and_kept(tmp_path: Path) -> None
     assert sorted(os.listdir(left)) == ["data", "owner.json"]
 
 
+def test_only_one_rank_reports(tmp_path: Path) -> None:
+    left = leave(tmp_path)
+    quiet = NvmeStore(
+        str(tmp_path), rank=1, world_size=2, buffer_nbytes=1 << 20, io_threads=1, device=CPU, report=False
+    )  # a warning would be an error
+    assert [found.path for found in quiet.leftovers] == [left]
+    quiet.close()
+
+
 @pytest.fixture
 def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system that has none."""
@@ -105,6 +116,34 @@ def test_without_locks_the_process_decides(tmp_path: Path) -> None:
     owner.write_text(json.dumps(facts | {"started": facts["started"] - 1}))  # the number was given to another process
     assert {found.path for found in find_leftovers(str(tmp_path))} == {left, mine.path}
     mine.remove()
+
+
+@pytest.mark.usefixtures("without_locks")
+def test_of_another_host_nothing_is_known(tmp_path: Path) -> None:
+    mine = RunFolder(str(tmp_path), 0, 1)
+    other = tmp_path / f"lightning_zero-elsewhere-{os.getpid()}-0123456789ab-rank5"
+    other.mkdir()
+    (other / "owner.json").write_text("{broken")
+    (found,) = find_leftovers(str(tmp_path))
+    assert (found.path, found.dead) == (other, False)
+    assert "nothing is known" in str(found)
+    mine.remove()
+
+
+def test_a_folder_that_is_being_made_is_no_leftover(tmp_path: Path) -> None:
+    young = tmp_path / "lightning_zero-elsewhere-1-0123456789ab-rank0"
+    young.mkdir()
+    assert not find_leftovers(str(tmp_path))
+    long_ago = time.time() - 3600
+    os.utime(young, (long_ago, long_ago))
+    assert [found.path for found in find_leftovers(str(tmp_path))] == [young]
+
+
+@pytest.mark.parametrize("name", ["lightning_zero-x", "lightning_zero-data.txt", "other", "lightning_zero-a-b-c-rank0"])
+def test_what_only_looks_similar_is_not_ours(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    os.utime(tmp_path / name, (0, 0))
+    assert not find_leftovers(str(tmp_path))
 
 
 def test_what_others_put_into_it_stays_and_is_said(tmp_path: Path) -> None:
@@ -137,6 +176,22 @@ def test_a_path_that_is_not_writable(tmp_path: Path) -> None:
     assert "'/usr' is not writable for this user" in run_world(1, unprivileged, init_group=False)[0]
 
 
+@pytest.mark.parametrize("most", [0, 1])
+def test_too_little_memory_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    memories: list[int] = []
+
+    def scarce(nbytes: int, **settings: bool) -> torch.Tensor:
+        memories.append(nbytes)
+        if len(memories) > most:
+            raise MemoryError
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(stores, "host_memory", scarce)
+    with pytest.raises(MemoryError):
+        store(tmp_path).__enter__()
+    assert not os.listdir(tmp_path)
+
+
 def test_too_little_space_names_both_numbers(tmp_path: Path) -> None:
     with store(tmp_path, Disk(free=3 * GIB // 2)) as opened:
         opened.check_space(3 * GIB // 2)
@@ -144,6 +199,19 @@ def test_too_little_space_names_both_numbers(tmp_path: Path) -> None:
             opened.check_space(2 * GIB)
     with store(tmp_path) as opened, pytest.raises(OffloadError, match="too little space"):
         opened.check_space(1 << 60)
+
+
+def test_a_store_that_is_forgotten_is_closed(tmp_path: Path) -> None:
+    opened = NvmeStore(str(tmp_path), rank=0, world_size=1, buffer_nbytes=1 << 20, io_threads=2, device=CPU)
+    resting = opened.allocate(10, torch.float32, "x")
+    opened.pipeline().run([Request(10, [(resting, True, True)])], lambda request, buffers: None)
+    assert len(io_threads()) == 2
+    del opened
+    gc.collect()
+    assert not os.listdir(tmp_path)
+    assert not io_threads()
+    with pytest.raises(OffloadError, match="was closed"):
+        resting.read()
 
 
 def test_a_process_that_ends_removes_its_files(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ from torch import Tensor
 
 from lightning_zero.errors import OffloadError
 from lightning_zero.extensions.nvme import FileTensor, NvmeStore, Request
+from lightning_zero.extensions.nvme.pipeline import BufferPool
 from lightning_zero.extensions.nvme.store import WINDOW_ALIGNMENT
-from tests.helpers.stores import NAMES, Call, Disk, io_threads, store
+from lightning_zero.offload.host import host_memory
+from tests.helpers.stores import NAMES, Call, Disk, fail, io_threads, store
 from tests.helpers.world import run_world
 
 STEP = WINDOW_ALIGNMENT
@@ -152,6 +155,18 @@ def test_windows_are_written_while_later_ones_are_worked_on(opened: NvmeStore, d
     assert tensor.read()[::STEP].tolist() == [1, STEP + 1, 2 * STEP + 1]
 
 
+def test_work_sees_what_earlier_windows_of_the_same_elements_wrote(opened: NvmeStore) -> None:
+    tensor = opened.allocate(2 * STEP, torch.float32, "x")
+    again = [Request(2 * STEP, [(tensor, True, True)]) for _ in range(5)]
+    halves = [Request(STEP, [(tensor.part(start, STEP), True, True)]) for start in (STEP, 0, STEP, 0)]
+
+    def work(request: Request, buffers: list[Tensor]) -> None:
+        buffers[0].add_(1)
+
+    opened.pipeline().run([*again, *halves, *again], work)
+    assert torch.equal(tensor.read(), torch.full((2 * STEP,), 12.0))
+
+
 def test_parts_that_share_pages_can_be_read_and_not_written(opened: NvmeStore) -> None:
     tensor = opened.allocate(STEP, torch.float32, "exp_avg")
     tensor.write(torch.arange(float(STEP)))
@@ -166,6 +181,12 @@ def test_parts_that_share_pages_can_be_read_and_not_written(opened: NvmeStore) -
         with pytest.raises(ValueError, match=r"exp_avg.*multiples of 4096"):
             opened.pipeline().run([Request(part.numel(), [(part, True, True)])], lambda request, buffers: None)
     assert torch.equal(tensor.read(), torch.arange(float(STEP)))
+
+
+def test_sizes_that_do_not_match_are_refused(opened: NvmeStore) -> None:
+    tensor = opened.allocate(STEP, torch.float32, "x")
+    with pytest.raises(ValueError, match="A window of 5 elements cannot take"):
+        opened.pipeline().run([Request(5, [(tensor, True, True)])], lambda request, buffers: None)
 
 
 ERRORS = ["read", "write", "work", "requests"]
@@ -248,6 +269,42 @@ def test_errors_at_random(tmp_path: Path) -> None:
             assert all((tensor.read() == turn).all() for tensor in tensors)
 
 
+def test_one_run_at_a_time(opened: NvmeStore) -> None:
+    tensor = opened.allocate(STEP, torch.float32, "x")
+
+    def work(request: Request, buffers: list[Tensor]) -> None:
+        opened.pipeline().run([], lambda request, buffers: None)
+
+    with pytest.raises(RuntimeError, match="running already"):
+        opened.pipeline().run(requests(STEP, STEP, tensor), work)
+    opened.pipeline().run(requests(STEP, STEP, tensor), lambda request, buffers: None)
+
+
+def test_an_interrupt_while_a_disk_is_slow(tmp_path: Path) -> None:
+    """Ctrl-C while the main thread waits: what is under way is finished, the rest not begun, and all goes on after."""
+
+    def rank(rank: int) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        disk, interrupted = Disk(), threading.Event()
+        with store(tmp_path, disk) as opened:
+            tensor = opened.allocate(8 * STEP, torch.float32, "x")
+
+            def before(call: Call) -> None:
+                if call.kind == "read" and not interrupted.is_set():
+                    interrupted.set()
+                    os.kill(os.getpid(), signal.SIGINT)
+
+            disk.before = before
+            with pytest.raises(KeyboardInterrupt):
+                opened.pipeline().run(requests(8 * STEP, STEP, tensor), lambda request, buffers: None)
+            assert opened.pool.taken == 0
+            opened.pipeline().run(requests(8 * STEP, STEP, tensor), fill(3))
+            assert (tensor.read() == 3).all()
+
+    run_world(1, rank, init_group=False)
+    assert not os.listdir(tmp_path)
+
+
 def test_a_second_interrupt_does_not_wait_for_the_disk(tmp_path: Path) -> None:
     """A disk that does not answer must not hold the process; its buffers are never used again."""
 
@@ -326,3 +383,50 @@ def test_between_runs_there_is_no_thread_no_memory_and_no_name(tmp_path: Path, o
     os.truncate(f"/proc/self/fd/{opened._file._descriptor}", 0)
     with pytest.raises(OffloadError, match="is lost: it has 0 bytes"):
         opened.pipeline().run(requests(8 * STEP, STEP, tensor), lambda request, buffers: None)
+
+
+def test_closing_during_a_transfer_ends_it(tmp_path: Path) -> None:
+    disk = Disk()
+    with store(tmp_path, disk) as opened:
+        tensor = opened.allocate(STEP, torch.float32, "x")
+        disk.before = lambda call: opened._file.close() or 4096
+        disk.calls.clear()
+        with pytest.raises(OffloadError, match="was closed"):
+            tensor.read()
+        assert len(disk.calls) == 1  # of four
+
+
+def test_a_full_disk_in_the_middle_of_a_step(opened: NvmeStore, disk: Disk) -> None:
+    """Copy-on-write file systems need space for what was reserved."""
+    tensor = opened.allocate(8 * STEP, torch.float32, "x")
+    disk.before = fail("write", errno.ENOSPC)
+    with pytest.raises(
+        OffloadError, match=r"Rank 3: writing x .*No space left on device.* free\)\. The last checkpoint"
+    ):
+        opened.pipeline().run(requests(8 * STEP, STEP, tensor), lambda request, buffers: None)
+
+
+def test_the_pool_is_a_ring() -> None:
+    """Random sizes, first in, first out: pieces never overlap, and there is room whenever there can be."""
+    choose, pages = random.Random(0), 16
+    pool = BufferPool(host_memory(pages * 4096, locked=False))
+    taken: list[Tensor] = []
+    places = []
+    for _ in range(3000):
+        nbytes = choose.randint(1, 7) * 4096
+        piece = pool.take(nbytes)
+        if piece is None:
+            assert taken, "an empty pool has room"
+            taken.pop(0)
+            pool.give_back()
+        else:
+            assert piece.numel() == nbytes
+            taken.append(piece)
+        assert pool.taken == len(taken)
+        spans = sorted((piece.data_ptr(), piece.data_ptr() + piece.numel()) for piece in taken)
+        assert all(one[1] <= other[0] for one, other in pairwise(spans))
+        places.append(len(taken))
+    assert max(places) > 4
+    for nbytes in (0, -4096, 100, 17 * 4096):
+        with pytest.raises(ValueError, match=f"{nbytes} bytes cannot be taken from a pool of 65536"):
+            pool.take(nbytes)

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import stat
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -13,7 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from lightning_zero.errors import OffloadError
 from lightning_zero.extensions.nvme import NvmeStore
+from lightning_zero.extensions.nvme import store as folders
+from lightning_zero.extensions.nvme.store import RunFolder, find_leftovers
 from tests.helpers.stores import CPU, store
 from tests.helpers.world import run_world
 from tests.thorough.extensions.nvme.test_folder import leave
@@ -77,10 +81,14 @@ def owner_of(**facts: object) -> Callable[[Path], None]:
 STRANGERS: dict[str, Callable[[Path], object]] = {
     "deep": lambda path: folder(path, content=b"[" * 65536),
     "a long number": lambda path: folder(path, content=b'{"pid":' + b"9" * 65000 + b"}"),
+    "no text": lambda path: folder(path, content=bytes(range(256))),
+    "no object": lambda path: folder(path, content=b'"started"'),
     "other types": owner_of(pid=[], started={}, when={"a": 1}, host=7),
     "control characters": owner_of(when="\x1b[2J\n\n  /home (deleted)\ud800"),
     "a pipe": with_owner(os.mkfifo),
     "a link": with_owner(lambda path: path.symlink_to(elsewhere(path.parent.parent) / "owner.json")),
+    "a link to zeros": with_owner(lambda path: path.symlink_to("/dev/zero")),
+    "a directory": with_owner(os.mkdir),
     "a link to itself": with_owner(lambda path: path.symlink_to(path)),
     "a socket": with_owner(listening),
     "a huge file": with_owner(sparse),
@@ -88,6 +96,8 @@ STRANGERS: dict[str, Callable[[Path], object]] = {
     "another script's digits": lambda path: folder(path, pid="٣٣"),
     "a folder that is a link": lambda path: (path / NAME.format(pid=1)).symlink_to(elsewhere(path)),
     "a folder that is a file": lambda path: (path / NAME.format(pid=1)).write_text("x"),
+    "a folder that is a pipe": lambda path: os.mkfifo(path / NAME.format(pid=1)),
+    "a name that is no text": named(b"lightning_zero-else\xff\xfewhere-1-0123456789ab-rank0"),
     "a name of two lines": named(b"lightning_zero-else\nwhere-1-0123456789ab-rank0"),
     "another century": old,
 }
@@ -164,6 +174,41 @@ def test_folders_of_another_user_that_nobody_may_read(tmp_path: Path) -> None:
     assert "unknown size" in other
     assert "unknown size" not in one
     assert everything(path) == before
+
+
+def test_folders_that_vanish_while_they_are_looked_at(tmp_path: Path) -> None:
+    """And others that come: nothing is raised, and what stays is always found."""
+    left, over = leave(tmp_path), threading.Event()
+
+    def come_and_go() -> None:
+        while not over.is_set():
+            made = folder(tmp_path, content=b"{}")
+            os.utime(made, (LONG_AGO, LONG_AGO))
+            (made / "owner.json").unlink()
+            made.rmdir()
+
+    threads = [threading.Thread(target=come_and_go)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(500):
+            assert left in {found.path for found in find_leftovers(str(tmp_path))}
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_a_folder_of_others_under_the_same_name_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can have chosen it by chance."""
+    monkeypatch.setattr(folders.secrets, "token_hex", lambda count: "0" * 2 * count)
+    first = RunFolder(str(tmp_path), 0, 1)
+    (first.path / "data").write_bytes(b"of somebody else")
+    with pytest.raises(OffloadError, match="cannot be created: File exists"):
+        RunFolder(str(tmp_path), 0, 1)
+    assert sorted(os.listdir(first.path)) == ["data", "owner.json"]
+    first.remove()
+    assert not os.listdir(tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_zero import consolidate_checkpoint, verify_checkpoint
+from lightning_zero import CheckpointPolicy, consolidate_checkpoint, verify_checkpoint
 from lightning_zero.checkpoint import (
     open_checkpoint,
+    save_checkpoint_directory,
 )
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError
@@ -224,6 +225,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(stage: int, tmp_path: Path) -> N
     assert run_world(2, rank, timeout=300) == [[], []]
 
 
+def test_in_the_background_too(tmp_path: Path) -> None:
+    def rank(_: int) -> list[str]:
+        policy = CheckpointPolicy(async_save=True)
+        return resumed(lambda: strategy_of(2, checkpoint=policy), lambda: [Resumable()], tmp_path, (0, 1), (1, None))
+
+    assert run_world(2, rank, timeout=300) == [[], []]
+
+
 LOADERS: dict[str, Callable[[], Any]] = {
     "shuffled": lambda: [loader()],
     "with workers": lambda: [loader(num_workers=2, multiprocessing_context="fork")],
@@ -316,6 +325,28 @@ def test_at_another_number_of_ranks_new_streams_begin_and_it_is_said_once(
             assert not numbers & {first[place] for first in goes_on}
 
 
+def test_a_checkpoint_without_random_state_still_loads(tmp_path: Path) -> None:
+    """One of an earlier version, which had nothing of this in it, in the same format."""
+
+    class Old(Saver):
+        def _save(self, trainer: pl.Trainer, at: int | None) -> None:
+            if (trainer.current_epoch, at) in self.moments:
+                control = ControlGroup(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
+                content = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+                save_checkpoint_directory(content, self.folder / "old", control, plan_summary={})
+
+    def rank(_: int) -> tuple[list[float], list[str]]:
+        run(strategy_of(3), [Resumable()], 1, saver=Old(tmp_path, (0, 1)))
+        with Said() as said:
+            again = run(strategy_of(3), [Resumable()], 5, resume=tmp_path / "old")
+        assert len(again["losses"]) == EPOCHS * COUNT - 2
+        return again["first"], said.texts
+
+    found = run_world(2, rank, timeout=300)
+    assert "lightning_zero" not in open_checkpoint(tmp_path / "old", ControlGroup(None))
+    assert [texts for _, texts in found] == [[], []]
+
+
 def test_validating_from_a_checkpoint_leaves_the_generators_alone(tmp_path: Path) -> None:
     def rank(_: int) -> list[bool]:
         run(strategy_of(3), [Resumable()], 1, saver=Saver(tmp_path, (0, 1)))
@@ -367,6 +398,22 @@ def through(change: Callable[[dict[str, Any]], object]) -> RandomState:
     changed = json.dumps(content).encode()
     state.load(torch.frombuffer(bytearray(changed), dtype=torch.uint8).view(1, -1), 7, CPU)
     return state
+
+
+def test_a_device_that_is_not_there_is_left_out_and_one_that_was_not_saved_begins_anew() -> None:
+    begin(3)
+    numbers = drawn()
+
+    def elsewhere(content: dict[str, Any]) -> None:
+        content["states"]["cuda"] = content["states"].pop("numpy")
+
+    with Said() as said:
+        begin(3)
+        found = through(elsewhere)._loaded
+    assert sorted(found) == ["numpy", "python", "torch"]
+    assert ["numpy" in text and "torch" not in text for text in said.texts] == [True]
+    assert found["python"] == random.getstate()
+    assert drawn() == numbers  # loading has not touched them
 
 
 def test_a_damaged_row_is_an_error_before_anything_is_given_back() -> None:

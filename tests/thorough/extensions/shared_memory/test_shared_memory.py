@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import itertools
 import json
 import logging
+import mmap
 import os
 import re
 import signal
@@ -13,6 +15,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -24,7 +27,7 @@ from lightning_zero.comm import GlooCollectives, Groups, Streams, choose_collect
 from lightning_zero.comm.native import SWITCH
 from lightning_zero.errors import CommunicationError, DivergenceError
 from lightning_zero.extensions.shared_memory.collectives import SharedMemoryCollectives
-from lightning_zero.extensions.shared_memory.heap import Heap
+from lightning_zero.extensions.shared_memory.heap import Heap, PeerHeap
 from tests.helpers.world import run_world
 
 pytestmark = pytest.mark.usefixtures("one_host")
@@ -44,11 +47,84 @@ def filled(comm: SharedMemoryCollectives, value: float, numel: int = SIZE) -> Te
     return comm.allocate(numel, torch.float32, CPU).fill_(value)
 
 
+def test_pages_go_back_to_the_system_with_the_last_tensor() -> None:
+    heap = Heap(2, b"label")
+    blocks = os.fstat(heap.file).st_blocks
+    tensor = heap.allocate(2**20, torch.uint8).fill_(1)
+    assert os.fstat(heap.file).st_blocks == blocks + 2**20 // 512
+    del tensor
+    assert os.fstat(heap.file).st_blocks == blocks
+    heap.close()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory
 
 
 HUGE = 2 << 20
+
+
+def huge_pages(heap: Heap) -> int:
+    """Bytes of its file that this process has mapped as such."""
+    text = Path("/proc/self/smaps").read_text()
+    mapped = re.findall(r"memfd:lightning_zero(?:(?!VmFlags).)*?ShmemPmdMapped: +(\d+) kB", text, re.DOTALL)
+    return 1024 * max(map(int, mapped))
+
+
+def test_what_is_large_has_huge_pages_again_after_it_was_given_back() -> None:
+    heap = Heap(2, b"label")
+    edge = heap.allocate(100, torch.uint8).fill_(7)
+    blocks, tensor = os.fstat(heap.file).st_blocks, heap.allocate(5 * HUGE // 2, torch.uint8)
+    assert heap.offset(tensor) % HUGE == 0 == tensor.data_ptr() % HUGE
+    assert not tensor.any()
+    if not heap._collapses:
+        pytest.skip("needs Linux 6.1, and memory that is not in pieces")
+    peer = PeerHeap(heap.file, heap.nbytes, b"label")
+    view = peer.view(heap.offset(tensor), tensor.numel(), torch.uint8)
+    for value in (1, 2):
+        tensor.fill_(value)
+        assert huge_pages(heap) == 2 * HUGE, "and not what does not fill one: others' memory may be there"
+        assert bool((view == value).all())
+        del tensor
+        assert os.fstat(heap.file).st_blocks == blocks
+        assert not view[:: HUGE // 4].any(), "nothing is there"
+        tensor = heap.allocate(5 * HUGE // 2, torch.uint8)
+        assert heap.offset(tensor) % HUGE == 0
+    assert bool((edge == 7).all())
+    heap.close()
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOMEM, errno.EAGAIN])
+def test_a_system_without_huge_pages_is_not_asked_again(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """EINVAL: an older one; ENOMEM: none are left. With EAGAIN some page was in use at this moment."""
+    heap, asked, advised = Heap(2, b"label"), 0, 0
+
+    def madvise(advice: int, *place: int) -> None:
+        nonlocal asked, advised
+        advised += advice == mmap.MADV_HUGEPAGE
+        if advice == 25:
+            asked += 1
+            raise OSError(code, "no")
+
+    monkeypatch.setattr(heap._memory, "madvise", madvise)
+    for value in (1, 2):
+        tensor = heap.allocate(2 * HUGE, torch.uint8)
+        assert not tensor.any()
+        assert int(tensor.fill_(value)[-1]) == value
+    assert asked == (2 if code == errno.EAGAIN else 1)
+    assert advised == 2, "as before Linux 6.1, where such pages may come by themselves"
+    heap.close()
+
+
+def test_what_a_forked_process_allocates_takes_no_pages_of_its_rank() -> None:
+    heap = Heap(2, b"label")
+    blocks = os.fstat(heap.file).st_blocks
+    if os.fork() == 0:
+        heap.allocate(2 * HUGE, torch.uint8)
+        os._exit(0)
+    os.wait()
+    assert os.fstat(heap.file).st_blocks == blocks
+    heap.close()
 
 
 class Forker:
@@ -289,6 +365,15 @@ def test_ranks_in_different_places_are_an_error_and_no_garbage() -> None:
     first, second = run_world(2, run, timeout=20)
     assert "rank 1 takes no part in it: it waits for this rank somewhere else" in first
     assert "rank 0 has given up" in second
+
+
+def test_agreements_on_different_things_are_an_error() -> None:
+    def run(rank: int) -> None:
+        control = connected().groups.control
+        with pytest.raises(DivergenceError, match=r"different places of the training program:\n  rank 0: .* norm"):
+            control.barrier() if rank else control.total(torch.ones(1, dtype=torch.float64))
+
+    run_world(2, run, timeout=20)
 
 
 @pytest.mark.parametrize("what", [("bucket", "another"), ("bucket", "bucket")])
