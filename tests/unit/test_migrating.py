@@ -87,6 +87,13 @@ def test_what_is_shown_instead_is_valid(call: str) -> None:
         eval(call, {**OURS, "torch": torch})
 
 
+def test_names_of_strategies_are_registered() -> None:
+    known = set(StrategyRegistry.available_strategies())
+    shown = {span for span in spans(PAGE) if re.fullmatch(r"zero\d(_offload)?", span)}
+    assert shown <= known
+    assert {"zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"} <= shown
+
+
 def test_the_trainer_of_the_twin_package_refuses_the_strategy() -> None:
     twin = pytest.importorskip("pytorch_lightning")
     for strategy in ("zero3", lightning_zero.ZeroStrategy()):

@@ -15,8 +15,10 @@ from torch.utils.data import DataLoader
 from lightning_zero import CheckpointPolicy, ZeroStrategy, full_parameters
 from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.checkpoint.consolidated import consolidate_checkpoint
+from lightning_zero.checkpoint.format.stored import whole as whole_of
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError
+from lightning_zero.extensions.formats import names
 from lightning_zero.extensions.formats.names import in_layout_of
 from tests.helpers.runs import quiet, values_of
 from tests.helpers.training import make_trainer
@@ -99,6 +101,30 @@ def test_files_of_the_library_go_in_and_come_out(family: str, tmp_path: Path) ->
     consolidate_checkpoint(trained, out, format="safetensors", prefix="net.", progress=False)
     FAMILIES[family].build().config.save_pretrained(out)
     _assert_equal(_pretrained(family, out), after)
+
+
+def test_a_slice_reads_its_own_experts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FAMILIES["Mixtral"].build().save_pretrained(tmp_path)
+    model = nn.ModuleDict({"net": FAMILIES["Mixtral"].build()})
+    expected = _pretrained("Mixtral", tmp_path)
+    stored = open_checkpoint(tmp_path, ControlGroup(None))["state_dict"]
+    read: list[str] = []
+    monkeypatch.setattr(names, "whole", lambda tensor: read.append(tensor.key) or whole_of(tensor))
+    name = "net.model.layers.1.mlp.experts.gate_up_proj"
+    found = in_layout_of(model, model.state_dict(), stored)[name]
+    assert not read
+    whole = expected[name].reshape(-1)
+    per_expert = whole.numel() // 4
+
+    slice_ = torch.empty(per_expert + 20)  # the end of the second, the third, the beginning of the fourth
+    found.read_into(slice_, 2 * per_expert - 10)
+
+    assert torch.equal(slice_, whole[2 * per_expert - 10 : 3 * per_expert + 10])
+    assert read == [
+        f"model.layers.1.block_sparse_moe.experts.{expert}.{part}.weight"
+        for expert in (1, 2, 3)
+        for part in ("w1", "w3")
+    ]
 
 
 def test_what_is_missing_is_named_and_nothing_else(tmp_path: Path) -> None:

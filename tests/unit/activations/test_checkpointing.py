@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -719,6 +721,20 @@ def test_names_and_modules_are_as_they_were_and_detach_undoes_all(stage: int) ->
     assert run.module.layers[0].forward is own
     del run.module.layers[0].forward
     assert [vars(module) for module in run.module.modules()] == before
+
+
+def test_copies_have_an_ordinary_forward() -> None:
+    run = Run(stage=1, policy="units")
+    layer = run.module.layers[1]
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), copy.deepcopy(run.module).layers[1]):
+        with torch.no_grad():
+            other.linear.weight.zero_()
+            other.linear.bias.fill_(1)
+            x = torch.randn(8, WIDTH)
+            assert torch.equal(other(x), x + F.gelu(torch.ones(WIDTH)))
+        assert (len(other.calls), len(layer.calls)) == (1, 0)
+        other(x).sum().backward()
+        assert len(other.calls) == 2
 
 
 def test_a_policy_that_does_not_fit_leaves_the_module_alone() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from lightning_zero._torch import WeakStorage, top_saved_tensor_hooks
 from lightning_zero.activations import SavedOnHost
@@ -106,6 +107,20 @@ def test_every_view_comes_back_as_it_was(name: str) -> None:
     assert (back.stride(), back.dtype) == (stride, expected.dtype)
 
 
+def test_several_backwards_and_the_gradient_of_a_gradient() -> None:
+    results = []
+    for context in (contextlib.nullcontext, OnHost().saving):
+        x = torch.linspace(-1, 1, ROWS * WIDTH, requires_grad=True)
+        with context():
+            y = (x.exp() * x).sum()
+            (first,) = torch.autograd.grad(y, x, create_graph=True)
+            z = first.square().sum()
+        z.backward(retain_graph=True)
+        z.backward()
+        results.append(x.grad)
+    assert torch.equal(*results)
+
+
 def _sparse() -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -190,3 +205,18 @@ def test_hooks_of_the_user_win_inside_and_only_there() -> None:
         assert saved.copied == 1
     assert top_saved_tensor_hooks() is None
     y.sum().backward()
+
+
+def test_a_checkpoint_inside_saves_its_inputs_here() -> None:
+    results = []
+    for saved in (None, OnHost()):
+        module = network()
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        torch.manual_seed(1)
+        with contextlib.nullcontext() if saved is None else saved.saving():
+            y = checkpoint(module[0], x * 1, use_reentrant=False)
+            if saved is not None:
+                assert saved.copied == 1, "the block's input and nothing of its inside"
+        y.square().sum().backward()
+        results.append([x.grad, *(p.grad for p in module[0].parameters())])
+    assert equal(*results)

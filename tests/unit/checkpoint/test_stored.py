@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from lightning_zero.checkpoint import StoredTensor
+from lightning_zero.checkpoint import StoredTensor, open_checkpoint
 from lightning_zero.checkpoint.consolidated import fill
 from lightning_zero.checkpoint.format.record import Chunk, TensorItem
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
 from lightning_zero.checkpoint.save import ChecksummedFile, stored_identity
+from tests.helpers.samples import control
 
 
 class Memory:
@@ -191,3 +192,15 @@ def test_what_a_cast_makes_infinite_is_noticed(dtype: torch.dtype) -> None:
     tensors = {"large": torch.tensor([1.0, 1e6]), "small": torch.tensor([1.0, torch.inf])}
     file.write_archive(TorchFile([Hole(name, dtype, (2,), tensor) for name, tensor in tensors.items()]))
     assert file.overflowed == {"large"}
+
+
+def test_a_state_dict_that_is_changed_in_the_file_s_place(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"w": elements()}, tmp_path / "m.safetensors")
+    state = open_checkpoint(tmp_path / "m.safetensors", control())["state_dict"]
+    state["w"][0] = 9
+    module = torch.nn.Linear(3, 4, bias=False)
+    module.load_state_dict({"weight": state["w"]})
+    assert torch.equal(module.weight[0].detach(), torch.full((3,), 9.0))
+    assert torch.equal(module.weight[1:].detach(), elements()[1:])

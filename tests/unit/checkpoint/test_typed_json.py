@@ -191,6 +191,13 @@ def test_what_contains_itself_ends() -> None:
     assert [path for path, _ in encoder.unsupported] == [("a",), ("b",)]
 
 
+def test_an_enum_of_a_module_that_is_not_imported_is_left_out() -> None:
+    decoder = Decoder()
+    encoded = {"a": {"$": "enum", "module": "antigravity", "type": "X", "value": "Y"}, "b": 1}
+    assert decoder.decode(encoded) == {"b": 1}
+    assert decoder.unsupported[0][0] == ("a",)
+
+
 @pytest.mark.parametrize(
     "damaged",
     [

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from lightning_zero import HostOffload, build_plan
 from lightning_zero.comm import LocalCollectives, Streams
@@ -108,6 +108,18 @@ def test_changed_activations_are_refused_as_torch_does() -> None:
         hidden.sum().backward()
 
 
+def test_activations_that_had_been_changed_before_they_were_saved_are_checked_as_well() -> None:
+    world = World()
+    x = torch.randn(3, SIZE, requires_grad=True)
+    with world.forward(0) as linear:
+        hidden = linear(x).mul_(2).exp_()
+        saved = hidden * hidden
+    torch.autograd.grad(saved.sum(), x, retain_graph=True)
+    hidden.mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*version 2.*version 3"):
+        saved.sum().backward()
+
+
 def test_unchanged_activations_are_the_very_tensor() -> None:
     world = World()
     x = torch.randn(3, SIZE, requires_grad=True)
@@ -138,6 +150,19 @@ def test_hooks_of_the_user_get_what_is_not_a_slot(nested: bool) -> None:
     first = torch.exp(x.detach() @ world.values[0].t() + world.module[0].bias.new_zeros(()))
     assert x.grad is not None
     assert first.shape == x.grad.shape
+
+
+def test_save_on_cpu_goes_on_working() -> None:
+    gradients = []
+    for context in (save_on_cpu, lambda: saved_tensors_hooks(lambda t: t, lambda t: t)):
+        world = World()
+        torch.manual_seed(1)
+        x = torch.randn(3, SIZE, requires_grad=True)
+        with context(), world.forward(0) as linear:
+            y = linear(x).tanh()
+        y.sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
 
 
 KINDS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_zero import build_plan
-from lightning_zero.config import HostOffload
+from lightning_zero.config import HostOffload, NvmeOffload
 from lightning_zero.errors import readable_size
 from lightning_zero.extensions.planner.costs import OptimizerCost
 from lightning_zero.extensions.planner.estimate import MemoryEstimate, estimate_memory, fullest_rank, parse_count
@@ -88,6 +88,20 @@ def test_a_count_is_the_module_without_its_slots(
     assert count.stages["zero2"].traffic.sent_nbytes == module.stages["zero2"].traffic.sent_nbytes
 
 
+def test_what_leaves_a_host_does_not_grow_with_its_ranks() -> None:
+    one, two, four = (estimate_memory(1e6, world_size=2 * ranks, hosts=2) for ranks in (1, 2, 4))
+    for name, copies in (("zero1", 2), ("zero2", 2), ("zero3", 3)):
+        assert [estimate.leaving_nbytes(name) for estimate in (one, two, four)] == [copies * 4 * 10**6 // 2] * 3
+    assert [estimate.leaving_nbytes("none") for estimate in (one, two, four)] == [4 * 10**6, 6 * 10**6, 7 * 10**6]
+    assert "leaves a host in a step" in two.describe()
+    alone = estimate_memory(1e6, world_size=4)
+    assert alone.leaving_nbytes("zero3") == 0
+    assert "leaves a host" not in alone.describe()
+    for hosts in (0, 3):
+        with pytest.raises(ValueError, match=f"divides the 4 ranks, got {hosts}"):
+            estimate_memory(1e6, world_size=4, hosts=hosts)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_module_is_what_its_plan_says(model: nn.Module, stage: int) -> None:
     settings = {"param_dtype": torch.bfloat16, "prefetch": 2}
@@ -99,6 +113,28 @@ def test_a_module_is_what_its_plan_says(model: nn.Module, stage: int) -> None:
     assert found.peak == plan.expected_memory(optimizer=sgd, receive_buffer=False, peak=True)
     assert estimate_memory(plan, optimizer="SGD").stages[f"zero{stage}"] == found
     assert estimate_memory(plan, optimizer="SGD").stages["none"] == estimate.stages["none"]
+
+
+def test_a_plan_with_offload_has_its_own_name(model: nn.Module) -> None:
+    plan = build_plan(model, stage=2, world_size=2, offload=HostOffload())
+    assert list(estimate_memory(plan).stages) == ["none", "zero2_offload"]
+    nvme = build_plan(model, stage=3, world_size=2, offload=NvmeOffload(path="/never/looked/at"))
+    assert estimate_memory(nvme).stages["zero3_offload"].disk.total > 0
+
+
+def test_no_stage_with_autocast(model: nn.Module) -> None:
+    """16 bytes of a parameter at rest; in backward a copy in bfloat16 and one layer's gradient beside."""
+    none = estimate_memory(model, world_size=2, param_dtype=torch.bfloat16).stages["none"]
+    numel = 16 * 256**2
+    assert none.rest.total == 16 * numel
+    assert (none.peak.weights, none.peak.raw_gradients) == (2 * numel, 4 * 256**2)
+
+
+def test_optimizers_that_need_whole_parameters(model: nn.Module) -> None:
+    """Each rank owns its share of whole copies beside the masters; offloaded on an accelerator they are refused."""
+    estimate = estimate_memory(model, world_size=8, optimizer="Muon", accelerator=True)
+    assert list(estimate.stages) == ["none", "zero1", "zero2", "zero3"]
+    assert estimate.stages["zero3"].rest.optimizer == 2 * 4 * 16 * 256**2 // 8
 
 
 def test_a_count_has_the_copies_of_whole_parameters_too() -> None:
@@ -198,6 +234,11 @@ def test_ranks_on_cpus_compute_in_host_memory() -> None:
     assert tight.name == "zero1"
     assert "none needs 16 GB on the device, which leaves nothing for activations" in tight.reason
     assert estimate.recommend(17 * GB, host_nbytes=32 * GB, activations_nbytes=GB).name == "zero1"
+
+
+def test_activations_may_be_too_many(estimate: MemoryEstimate) -> None:
+    advice = estimate.recommend(24 * GB, activations_nbytes=30 * GB)
+    assert (advice.name, advice.reason) == (None, "30 GB of activations do not fit into 24 GB.")
 
 
 def test_sizes_of_memory_are_not_negative(estimate: MemoryEstimate) -> None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_zero import Compression
+from lightning_zero import Compression, build_plan
+from lightning_zero.config import Placement
 from lightning_zero.errors import readable_size
 from lightning_zero.extensions.compression.codes import Format, format_nbytes
 from lightning_zero.extensions.planner.estimate import (
     ROUNDED_NBYTES,
     MemoryEstimate,
     estimate_memory,
+    on_links,
 )
 from lightning_zero.extensions.planner.links import Way, describe_ways, fastest_way, parse_speed, ways_to_send
 from tests.helpers.script import ROOT
@@ -163,6 +167,22 @@ def test_rounding() -> None:
     assert estimate.leaving_nbytes("none", rounded="int8") == estimate.leaving_nbytes("none")
 
 
+def test_shards_of_a_host_take_more_memory() -> None:
+    """16 bytes of a parameter, divided by the ranks of a host: on the device, or in host memory."""
+    numel = 8 * 10**6
+    parted = on_hosts(4, 2, numel=numel, shard_within=2)
+    assert parted.stages["zero3"].rest.total == 16 * numel // 2
+    assert parted.stages["zero3_offload"].host.total == 16 * numel // 2
+    assert parted.host_nbytes("zero3_offload") == 16 * numel
+    assert on_hosts(4, 2, numel=numel).stages["zero3"].rest.total == 16 * numel // 8
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False, device="meta") for _ in range(4)))
+    module = estimate_memory(model, world_size=8, hosts=4, shard_within=2)
+    count = on_hosts(4, 2, numel=4 * 256**2, shard_within=2)
+    for name in ("zero1", "zero2"):
+        assert module.leaving_nbytes(name) == count.leaving_nbytes(name)
+        assert module.within_nbytes(name) == count.within_nbytes(name)
+
+
 @pytest.mark.parametrize("half", [False, True])
 def test_secondary_shards_of_a_number_of_parameters(half: bool) -> None:
     """4 (or 2) bytes of a weight cross once and 4 of a gradient in each micro-step; a host's 4 ranks keep a quarter."""
@@ -186,6 +206,57 @@ def test_secondary_shards_of_a_number_of_parameters(half: bool) -> None:
     alone = on_hosts(1, 4, secondary_shards=True)
     assert alone.keeping is None
     assert alone.stages == on_hosts(1, 4).stages
+
+
+def test_a_plan_with_secondary_shards_is_estimated_with_them() -> None:
+    """Frozen units never cross again; those with something trainable cross in whole."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False, device="meta") for _ in range(6)))
+    model[:2].requires_grad_(False)
+    placement = replace(Placement.from_stage(3), keeping=2)
+    plan = build_plan(model, placement=placement, world_size=4, units=["Linear"])
+    estimate = estimate_memory(plan, hosts=2)
+    assert estimate.keeping == 2
+    assert estimate.leaving_nbytes("zero3") == 4 * (4 + 4) * 64 * 64 // 2
+    rounded = estimate_memory(plan, hosts=2, compression=Compression(gradients="int4"))
+    assert rounded.leaving_nbytes("zero3") == int(4 * (4 + 0.5625) * 64 * 64) // 2
+    with pytest.raises(ValueError, match="A plan has its own"):
+        estimate_memory(plan, hosts=2, secondary_shards=True)
+
+
+@pytest.mark.parametrize("within", [None, 2])
+def test_what_error_feedback_keeps_is_counted(within: int | None) -> None:
+    """In float32, of a half of all sums, and with two shard groups of their average too."""
+    numel = 4 * 256**2
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False, device="meta") for _ in range(4)))
+    ways = (partial(estimate_memory, model, world_size=4, hosts=2), partial(on_hosts, 2, 2, numel=numel))
+    for estimated in ways:
+        fed = estimated(shard_within=within, compression=Compression(gradients="int4", error_feedback=True))
+        plain = estimated(shard_within=within, compression=Compression(gradients="int4"))
+        for name in ("zero1", "zero2", "zero3"):
+            kept = fed.stages[name].peak.total - plain.stages[name].peak.total
+            assert kept == fed.stages[name].rest.transport == 4 * numel // 2 * (3 if within else 2) // 2
+    alone = on_hosts(1, 4, compression=Compression(gradients="int4", error_feedback=True))
+    assert alone.stages == on_hosts(1, 4, compression=Compression(gradients="int4")).stages
+
+
+def test_only_copies_of_masters_are_rounded_in_stages_1_and_2() -> None:
+    """A normalisation in full precision keeps weights that stay as they come, unless a bucket has copies beside it."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False), nn.LayerNorm(6400, bias=False))
+    settings: dict[str, Any] = {"world_size": 4, "param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    settings["bucket_mib"] = 1e-3
+    plan = build_plan(model, stage=1, full_precision=["LayerNorm"], **settings)
+    traffic = plan.expected_traffic()
+    assert (traffic.copies.numel, traffic.exact.numel) == (2 * 64 * 64, 6400)
+    out = on_links(traffic, 2, rings=False, formats=("int8", None))[0]
+    assert out == (int(2 * 4096 * 1.0625) + 4 * 6400 + 4 * (2 * 4096 + 6400)) // 2
+
+
+def test_groups_of_several_hosts_exchange_directly() -> None:
+    """4 hosts of 2 ranks in groups of 4: a rank sends a quarter of all to each of 3, of whom 2 are on another host."""
+    estimate = on_hosts(4, 2, shard_within=4)
+    ring = 2 * (4 * P // 4) // 2  # of a rank, to the one in its place of the other group
+    assert estimate.leaving_nbytes("zero3") == 2 * (12 * P // 4 * 2 + ring)
+    assert estimate.within_nbytes("zero3") == 12 * P // 4
 
 
 def test_settings_that_do_not_go_together() -> None:
@@ -236,6 +307,12 @@ def test_the_fastest_of_what_fits() -> None:
     nothing = ways({"device_nbytes": 10, "host_nbytes": 10})
     assert fastest_way(nothing) is None
     assert describe_ways(nothing).endswith("Fastest by the links: nothing, as nothing fits.")
+
+
+def test_of_equals_the_one_that_takes_least_memory() -> None:
+    """But nothing is offloaded that need not be."""
+    assert str(fastest_way(ways())) == "zero2"
+    assert str(fastest_way(ways({"device_nbytes": 3 * P}))) == 'zero3_offload with shard_within="node"'
 
 
 @pytest.mark.parametrize(

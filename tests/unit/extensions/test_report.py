@@ -8,6 +8,7 @@ import torch
 from lightning_zero import build_plan
 from lightning_zero.config import HostOffload, NvmeOffload, Offload
 from lightning_zero.errors import readable_size
+from lightning_zero.extensions.planner.costs import OptimizerCost
 from tests.helpers.plan_models import Gpt, Llama70B, on_meta
 
 
@@ -26,6 +27,15 @@ def test_totals_traffic_and_memory(stage: int) -> None:
     assert f"{plan.expected_traffic().total.numel:,}" in text
     assert readable_size(plan.expected_memory(receive_buffer=False).total) in text
     assert readable_size(plan.expected_memory(receive_buffer=False, peak=True).total) in text
+
+
+def test_memory_is_that_of_the_optimizer_and_the_device() -> None:
+    plan = build_plan(on_meta(Gpt), world_size=3)
+    sgd = OptimizerCost.of("SGD", momentum=0.9, weight_decay=0.1)
+    text = plan.describe(optimizer=sgd, accelerator=True)
+    assert "memory of rank 0, SGD" in text
+    peak = plan.expected_memory(receive_buffer=False, optimizer=sgd, accelerator=True, peak=True)
+    assert readable_size(peak.total) in text
 
 
 def columns(text: str, heading: str) -> dict[str, list[str]]:

@@ -106,3 +106,11 @@ def test_closing_ends_the_thread_and_a_later_copy_starts_one() -> None:
     assert target.tolist() == [5.0, 5.0]
     transfers.close()
     assert threading.active_count() == before
+
+
+def test_an_inference_tensor_never_comes_to_life(transfers: Transfers) -> None:
+    """Memory that was first written under ``inference_mode`` could never be trained on."""
+    with torch.inference_mode():
+        target = HostMemory(CPU, None).allocate(4, torch.float32)
+        transfers.out([Copy(torch.ones(4), target)]).wait()
+    assert not target.is_inference()

@@ -31,3 +31,9 @@ def test_a_group_that_the_checkpoint_does_not_know_stays() -> None:
     before = dict(optimizer.param_groups[0])
     restore_options(optimizer, [{}], ())
     assert optimizer.param_groups[0] == before
+
+
+def test_options_of_the_run_stay() -> None:
+    optimizer = torch.optim.Adam(nn.Linear(3, 2).parameters(), lr=0.25)
+    restore_options(optimizer, [{"lr": 0.5, "capturable": True}], ("capturable",))
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["capturable"]) == (0.5, False)

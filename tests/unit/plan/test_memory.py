@@ -145,6 +145,17 @@ def test_offloaded_parameters_leave_the_device_slots_only(model: nn.Module) -> N
     assert same.expected_memory().weights == 0
 
 
+def test_parameters_alone_are_the_frozen_ones(model: nn.Module) -> None:
+    plan = offloaded(model, HostOffload(optimizer=False, parameters=True))
+    memory, host = plan.expected_memory(), plan.expected_host_memory()
+    assert (memory.masters, memory.gradients, memory.optimizer) == (
+        3 * LAYER // 2 * 4,
+        3 * LAYER // 2 * 4,
+        2 * 3 * LAYER // 2 * 4,
+    )
+    assert (host.weights, host.masters, host.gradients, host.optimizer) == (LAYER // 2 * 2, LAYER // 2 * 4, 0, 0)
+
+
 @pytest.mark.parametrize(("stage", "device_gradients"), [(1, 3 * LAYER * 4), (2, 0)])
 def test_offload_with_replicated_parameters(model: nn.Module, stage: int, device_gradients: int) -> None:
     """Float32 throughout: the frozen layer has no masters of its own, the trained ones have now."""
@@ -153,6 +164,14 @@ def test_offload_with_replicated_parameters(model: nn.Module, stage: int, device
     assert (memory.parameters, memory.weights, memory.masters) == (4 * LAYER * 4, 0, 0)
     assert memory.gradients == device_gradients
     assert (host.masters, host.gradients) == (3 * LAYER // 2 * 4, 3 * LAYER // 2 * 4)
+
+
+def test_averaged_gradients_of_another_dtype_rest_on_the_host_alone(model: nn.Module) -> None:
+    plan = build_plan(
+        model, stage=1, world_size=2, param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, offload=HostOffload()
+    )
+    assert plan.expected_memory().gradients == 3 * LAYER * 2
+    assert plan.expected_host_memory().gradients == 3 * LAYER // 2 * 4
 
 
 def test_nvme_offload_keeps_gradients_and_one_pool_on_the_host(model: nn.Module) -> None:
@@ -186,6 +205,19 @@ def test_an_accelerator_needs_buffers_for_what_travels(model: nn.Module) -> None
     assert plan.expected_host_memory(accelerator=True).buffers == 2 * LAYER // 2 * 4 + 2 * LAYER // 2 * 2
     plain = offloaded(model, HostOffload())
     assert plain.expected_memory(accelerator=True).slots == 2 * LAYER * 2
+
+
+def test_regions_of_files_are_whole_pages() -> None:
+    """64 + 8 elements: 128 in the buffer, 64 = 256 bytes on each rank; a page is 4,096."""
+    plan = offloaded(nn.Linear(8, 8), nvme())
+    assert plan.expected_disk(optimizer_tensors=3) == DiskBytes(weights=0, masters=4096, optimizer=3 * 4096)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_optimizer_state_on_the_host_is_counted_without_padding(world_size: int) -> None:
+    plan = build_plan(nn.Linear(7, 11), world_size=world_size, offload=HostOffload())
+    counted = [plan.expected_host_memory(rank=rank, optimizer_tensors=1) for rank in range(world_size)]
+    assert sum(memory.optimizer for memory in counted) == (7 * 11 + 11) * 4
 
 
 @pytest.mark.parametrize(

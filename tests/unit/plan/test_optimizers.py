@@ -109,3 +109,9 @@ def test_torch_chooses_the_way_by_the_device() -> None:
 def test_optimizers_by_class_and_name(optimizer: Any, name: str, state: int, whole: bool) -> None:
     cost = OptimizerCost.of(optimizer)
     assert (cost.name, cost.state, cost.whole) == (name, state, whole)
+
+
+def test_the_options_of_the_largest_group_count() -> None:
+    small, large = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(30))
+    groups = [{"params": [small]}, {"params": [large], "amsgrad": True}]
+    assert OptimizerCost.of(torch.optim.Adam(groups)).state == 3

@@ -19,6 +19,7 @@ from lightning_zero.comm import LocalCollectives
 from lightning_zero.config import HostOffload, Placement
 from lightning_zero.engine.build import UnitBuilder
 from lightning_zero.extensions.planner.costs import OptimizerCost
+from lightning_zero.extensions.planner.estimate import estimate_memory
 from lightning_zero.meta import MetaValues
 from lightning_zero.plan import CollectiveTraffic, deal_out
 from tests.helpers.wires import make_means
@@ -51,6 +52,14 @@ def test_bytes_that_rest_are_divided_by_the_group() -> None:
         assert held == expected, f"stage {stage}"
 
 
+def test_mixed_precision_rests_like_the_paper_s_16_bytes() -> None:
+    """Stage 3 in bfloat16 with float32 masters and 16-bit reduction: 12 P / g, and gradients accumulated in 4 P / g."""
+    plan = spanned(3, param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    memory = plan.expected_memory()
+    assert memory.masters + memory.optimizer == 12 * P // GROUP
+    assert memory.gradients == 4 * P // GROUP
+
+
 @pytest.mark.parametrize("micro_steps", [1, 3])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bytes_sent(stage: int, micro_steps: int) -> None:
@@ -71,6 +80,17 @@ def test_bytes_sent(stage: int, micro_steps: int) -> None:
     within = (gathered + reduces * 4 * P) * (GROUP - 1) // GROUP
     across = 2 * (4 * P // GROUP) * (GROUPS - 1) // GROUPS
     assert traffic.sent_nbytes == within + across
+
+
+def test_more_rests_and_less_is_sent_than_with_one_group() -> None:
+    """The trade: twice the bytes; the links between groups carry 2 (r - 1) / r of a shard, not a model each time."""
+    whole, parted = spanned(3, None), spanned(3)
+    assert parted.expected_memory().masters == 2 * whole.expected_memory().masters
+    stages = [estimate_memory(plan).stages["zero3"] for plan in (whole, parted)]
+    sent = [plan.expected_traffic().sent_nbytes for plan in (whole, parted)]
+    assert [stage.traffic.sent_nbytes for stage in stages] == sent
+    # 14 gathers of a layer and 8 reductions: 22 / 8 of a model, of which 7/8 or 3/4 is sent.
+    assert sent == [4 * P * 22 // 8 * 7 // 8, 4 * P * 22 // 8 * 3 // 4 + 4 * P // 4]
 
 
 def test_buffers_go_to_all_ranks() -> None:

@@ -96,3 +96,16 @@ def test_a_unit_with_several_layouts_makes_one_call_for_each() -> None:
 def test_one_rank_sends_nothing(stage: int) -> None:
     nothing = CollectiveTraffic(0, 0, 0)
     assert build_plan(layers(4), world_size=1, stage=stage).expected_traffic() == Traffic(nothing, nothing)
+
+
+def test_two_or_three_times_the_model() -> None:
+    model = layers(100)
+    numel = 100 * 4096
+    assert build_plan(model, world_size=2, stage=1).expected_traffic().total.numel == 2 * numel
+    # All but two units are gathered twice.
+    assert build_plan(model, world_size=2, stage=3).expected_traffic().total.numel == 3 * numel - 2 * 4096
+
+
+def test_a_step_has_a_micro_step() -> None:
+    with pytest.raises(ValueError, match="micro-step"):
+        build_plan(layers(1), world_size=1).expected_traffic(micro_steps=0)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from lightning_zero.plan.units import UnitSpec
 from tests.helpers.plan_models import Block, Gpt, find_units, on_meta
@@ -118,6 +119,15 @@ def test_multihead_attention_itself_may_be_named() -> None:
     assert by_name(units)["blocks.0.attention"] == [
         f"blocks.0.attention.{name}" for name in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
     ]
+
+
+def test_a_parametrized_module_keeps_its_class_name() -> None:
+    model = nn.Sequential(weight_norm(nn.Linear(8, 8)), nn.Embedding(4, 8))
+    units = find_units(model, ["Linear"])
+    assert by_name(units) == {
+        "": ["1.weight"],
+        "0": ["0.bias", "0.parametrizations.weight.original0", "0.parametrizations.weight.original1"],
+    }
 
 
 def test_a_compiled_module_is_gathered_by_its_wrapper() -> None:

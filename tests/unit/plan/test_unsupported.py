@@ -64,6 +64,14 @@ def test_a_class_of_parameters_is_none_of_tensors(trainable: bool) -> None:
         assert "head.weight" in {spec.name for spec in build_plan(model, stage=stage, world_size=2).parameters}
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit:FutureWarning")
+def test_torchscript_without_parameters_is_like_any_module() -> None:
+    model = Stack()
+    model.layers[1] = torch.jit.script(nn.GELU())
+    for stage in STAGES:
+        build_plan(model, stage=stage, world_size=2)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_class_that_is_not_there(stage: int) -> None:
     """A typing error is one in every stage, also where units are not used."""

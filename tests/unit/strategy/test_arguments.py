@@ -16,6 +16,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
 from torch import nn
 
+import lightning_zero
 from lightning_zero import (
     ActivationPolicy,
     CheckpointPolicy,
@@ -137,6 +138,20 @@ def test_arguments_of_another_strategy_are_named() -> None:
     for strategy in BOTH:
         with pytest.raises(TypeError, match="unexpected keyword argument 'cpu_offload'"):
             strategy(cpu_offload=True)
+
+
+def test_what_the_answers_say_to_write_can_be_written() -> None:
+    """Arguments that a sentence shows are accepted, by name."""
+    for shown in (
+        {"offload": NvmeOffload("/local", io_threads=4)},
+        {"offload": NvmeOffload("/local", parameters=True), "stage": 3},
+        {"offload": NvmeOffload("/local", buffer_mib=256.0)},
+        {"activations": ActivationPolicy("units", offload=True)},
+        {"shard_within": 8},
+        {"stage": 3, "secondary_shards": True},
+        {"compression": lightning_zero.Compression(weights="int8", gradients="int4")},
+    ):
+        ZeroStrategy(**shown)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

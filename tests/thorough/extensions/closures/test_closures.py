@@ -284,3 +284,17 @@ def test_refused_with_the_way(strategy: Any, options: Any, parts: tuple[str, ...
     for errors in run_world(2, play, timeout=100):
         assert errors[0].startswith("UnsupportedOptimizerError"), errors
         assert all(part in errors[0] for part in parts), errors
+
+
+def test_what_it_costs_is_said_once() -> None:
+    def play(rank: int) -> list[str]:
+        with quiet(), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(zero(3), Closed("LBFGS"), count=1)
+        return [str(one.message) for one in caught if "whole parameters" in str(one.message)]
+
+    first, second = run_world(2, play)
+    assert len(first) == 1
+    assert "LBFGS" in first[0]
+    assert "MiB" in first[0]
+    assert second == []

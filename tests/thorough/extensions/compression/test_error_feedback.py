@@ -16,6 +16,7 @@ from lightning_zero import Compression, ZeroPrecision, ZeroStrategy, full_gradie
 from lightning_zero.checkpoint.consolidated import consolidate_checkpoint
 from lightning_zero.comm import Exchange, Groups, Streams, choose_collectives
 from lightning_zero.comm.groups import RANKS_PER_HOST
+from lightning_zero.extensions.compression.codes import compress, decompress, format_nbytes
 from lightning_zero.extensions.monitors import memory_stats
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.wires import residuals_of
@@ -192,6 +193,35 @@ def distances(exact: Any, others: Sequence[Any]) -> list[float]:
     """Squared, of the weights of the others from those of the first."""
     states = [state(net) for net in (exact, *others)]
     return [sum(float((a - b).norm() ** 2) for a, b in zip(states[0], found, strict=True)) for found in states[1:]]
+
+
+def test_weights_stay_close_to_those_of_an_exact_exchange() -> None:
+    def run(rank: int) -> list[float]:
+        exact, *others = (fit(2, c, Plain(), 20) for c in (None, fed("int4"), Compression(gradients="int4")))
+        return distances(exact, others)
+
+    close, far = run_world(2, run, environment={RANKS_PER_HOST: "1"})[0]
+    assert close < far / 10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_what_has_no_gradient_or_overflows_keeps_what_it_had(kind: Any, dtype: torch.dtype) -> None:
+    if kind == "bfloat16" and dtype is torch.bfloat16:
+        pytest.skip("nothing is rounded")
+    values, before = torch.randn(256).to(dtype), torch.randn(256) * 0.01
+    values[64:128], values[130] = 0, float("inf")
+    codes, residual = torch.empty(format_nbytes(kind, 256), dtype=torch.uint8), before.clone()
+    compress(kind, values, codes, residual)
+    decompress(kind, codes, arrived := torch.empty_like(values))
+    assert torch.equal(arrived[64:128], values[64:128])
+    assert not arrived[130].isfinite()
+    assert torch.equal(residual[64:128], before[64:128])
+    assert residual[130] == before[130]
+    assert residual.isfinite().all()
+    for part in (slice(0, 64), slice(192, 256)):
+        assert torch.allclose(arrived[part] + residual[part], values[part] + before[part], rtol=0, atol=1e-6)
+        assert not torch.equal(residual[part], before[part])
 
 
 def test_a_step_that_overflows_leaves_nothing_behind() -> None:

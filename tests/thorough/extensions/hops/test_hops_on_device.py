@@ -6,6 +6,7 @@ The device is simulated (``races/simulated.py``): all that nccl would carry is c
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,13 +16,18 @@ from torch.utils.data import DataLoader
 
 from lightning_zero import Compression, HostOffload, ZeroPrecision, ZeroStrategy
 from lightning_zero.comm import (
+    Exchange,
     GlooCollectives,
+    Groups,
     NativeCollectives,
+    Streams,
+    choose_collectives,
 )
 from lightning_zero.comm.groups import RANKS_PER_HOST
 from lightning_zero.config import Placement
 from lightning_zero.extensions.compression.collectives import CompressedCollectives
 from lightning_zero.extensions.hops import HierarchicalCollectives
+from lightning_zero.extensions.monitors import memory_stats
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.wires import residuals_of
 from tests.helpers.world import run_world
@@ -124,3 +130,49 @@ def test_nothing_takes_hops_that_nobody_asked_for(per_host: str) -> None:
         assert close(plain.weights, fit(3, False).weights)
 
     run_world(4, run, environment={RANKS_PER_HOST: per_host, "LIGHTNING_ZERO_SHARED_MEMORY": "0"}, timeout=120)
+
+
+def test_pieces_and_broadcasts_find_their_ranks() -> None:
+    def run(rank: int) -> None:
+        with simulated_device(traced=False):
+            wire = choose_collectives(Groups.create("gloo"), Streams(CPU), CPU, Exchange(secondary_shards=True))
+            order = [0, 2, 1, 3]
+            assert wire.rank == order.index(rank)
+            splits = [[0, 2, 1, 5], [3, 0, 0, 1], [1, 1, 4, 0], [0, 2, 0, 3]]  # from row to column
+            mine = torch.arange(sum(splits[wire.rank])) + 10 * wire.rank
+            received = torch.full((sum(row[wire.rank] for row in splits),), -1)
+            wire.all_to_all(received, mine, [row[wire.rank] for row in splits], splits[wire.rank]).wait()
+            rows = [(torch.arange(sum(row)) + 10 * at).split(row)[wire.rank] for at, row in enumerate(splits)]
+            assert torch.equal(received, torch.cat(rows))
+            for place, source in enumerate(order):
+                value = torch.full((3,), float(rank))
+                wire.broadcast(value, place).wait()
+                assert value.tolist() == [source] * 3
+
+    run_world(4, run, environment=TWO_HOSTS)
+
+
+def test_runs_resume_to_the_bit(tmp_path: Path) -> None:
+    def run(rank: int) -> None:
+        path = str(tmp_path / "half.ckpt")
+        with quiet(), simulated_device(traced=False):
+
+            def train(epochs: int, ckpt_path: str | None = None) -> tuple[Any, Net]:
+                strategy, net = ZeroStrategy(2, units=["Sequential"], compression=INT4), Net()
+                trainer = make_trainer(strategy, max_epochs=epochs)
+                batches = DataLoader(range(2), batch_size=None)  # type: ignore[arg-type]
+                trainer.fit(net, batches, ckpt_path=ckpt_path)
+                return trainer, net
+
+            whole_run = whole(train(2)[1])
+            trainer, _ = train(1)
+            trainer.save_checkpoint(path)
+            kept = {name: row.clone() for name, row in residuals_of(trainer.strategy.engine.collectives).items()}
+            assert kept
+            trainer, _ = train(1, path)  # nothing is left to do
+            assert same(kept, residuals_of(trainer.strategy.engine.collectives), buffers=False)
+            stats = memory_stats(trainer.strategy.engine).device["transport"]
+            assert stats == sum(row.nbytes for row in kept.values())
+            assert same(whole_run, whole(train(2, path)[1]))
+
+    run_world(4, run, environment=TWO_HOSTS, timeout=120)

@@ -19,7 +19,7 @@ from lightning_zero.checkpoint import FlatShard, open_checkpoint, save_checkpoin
 from lightning_zero.checkpoint.load import Directory, find_checkpoint
 from lightning_zero.cli import main
 from lightning_zero.errors import CheckpointError
-from lightning_zero.extensions.inspection.verification import own_checks
+from lightning_zero.extensions.inspection.verification import own_checks, run_checks
 from tests.helpers.samples import checkpoint, control, end_to_end
 from tests.helpers.world import run_world
 
@@ -94,6 +94,17 @@ def test_what_has_no_checksums_is_not_called_whole(
     assert code_of("inspect", path, "--no-verify") == 0
 
 
+def test_a_damage_counts_more_than_a_doubt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make("stock", tmp_path)
+    flip(path / "__0_0.distcp", torch.arange(600.0))
+    found = verify_checkpoint(path)
+    assert len(found) == 1
+    assert found.unverified
+    assert not found.is_whole
+    assert code_of("inspect", path) == 1
+    assert "cannot be verified" not in capsys.readouterr().out.partition("Damaged")[2]
+
+
 def test_the_policy_says_what_it_could_not_verify(tmp_path: Path) -> None:
     save_file(BoringModel().state_dict(), tmp_path / "x.safetensors")
 
@@ -110,6 +121,12 @@ def test_the_policy_says_what_it_could_not_verify(tmp_path: Path) -> None:
 
     ((message,),) = run_world(1, rank, init_group=False, timeout=60)
     assert "x.safetensors' was loaded. It cannot be verified" in message
+
+
+def test_loading_in_one_process_says_so_too(tmp_path: Path) -> None:
+    path = make("safetensors", tmp_path)
+    with pytest.warns(UserWarning, match=r"x\.safetensors' was loaded\. It cannot be verified"):
+        load_full_state_dict(path, verify=True)
 
 
 def code_of(*arguments: str | Path) -> int:
@@ -155,6 +172,20 @@ def copied(large: Path, tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
+def test_a_sample_is_a_twentieth_of_each_file(large: Path) -> None:
+    read: dict[str, int] = {}
+    for name, check in zip(Directory(find_checkpoint(large).files).record.files, checks(large), strict=True):
+        pieces: list[int] = []
+        assert run_checks([check], pieces.append) == []
+        read[name] = check.nbytes
+        assert sum(pieces) == check.nbytes  # and nothing beside it
+    for name in ("__0_0.distcp", "__1_0.distcp"):
+        nbytes = (large / name).stat().st_size
+        assert 0.8 * nbytes / 20 < read[name] <= nbytes / 20
+    assert read["meta.pt"] == (large / "meta.pt").stat().st_size  # small ones whole
+    assert [check.nbytes for check in checks(large)] == list(read.values())  # and the same each time
+
+
 def checks(path: Path) -> Any:
     return own_checks(Directory(find_checkpoint(path).files), sampled=True)
 
@@ -168,6 +199,13 @@ def test_exchanged_files_are_found_by_the_sample(copied: Path) -> None:
         open_checkpoint(copied, control(), verify="sample")
 
 
+def test_a_file_of_zeros_is_found_by_the_sample(copied: Path) -> None:
+    nbytes = (copied / "__1_0.distcp").stat().st_size
+    (copied / "__1_0.distcp").write_bytes(b"\0" * nbytes)
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp' is damaged"):
+        open_checkpoint(copied, control(), verify="sample")
+
+
 def test_a_changed_bit_is_found_in_one_of_twenty_tensors(copied: Path) -> None:
     """Which is why there is more than the sample."""
     place = next(iter(checks(copied)[0].damages.args[2]))  # type: ignore[attr-defined]
@@ -176,6 +214,14 @@ def test_a_changed_bit_is_found_in_one_of_twenty_tensors(copied: Path) -> None:
     (copied / "__0_0.distcp").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp' is damaged"):
         open_checkpoint(copied, control(), verify="sample")
+
+
+def test_a_single_large_tensor_is_the_sample(tmp_path: Path) -> None:
+    shard = FlatShard(torch.arange(1_000_000.0), (1_000_000,), 0)
+    save_checkpoint_directory({"state_dict": {"w": shard}}, tmp_path / "c", control(), plan_summary={})
+    flip(tmp_path / "c" / "__0_0.distcp", torch.arange(1_000_000.0))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        open_checkpoint(tmp_path / "c", control(), verify="sample")
 
 
 @pytest.mark.parametrize("verify", [False, True])

@@ -22,10 +22,11 @@ from lightning_zero import (
     HostOffload,
     MemoryMonitor,
     NvmeOffload,
+    ZeroCLI,
     ZeroPrecision,
     full_gradient,
 )
-from tests.helpers.cases import Block, Stack, case
+from tests.helpers.cases import WIDTH, Block, Stack, case
 from tests.helpers.device_runs import needs_gpu
 from tests.helpers.models import ZOO
 from tests.helpers.probe import Probe, fit
@@ -190,6 +191,34 @@ def test_16_bit_gradients_and_other_optimizers_are_what_the_plan_says(stage: int
         assert found["muon"]["zero/traffic/all_to_all/calls"] > 0  # logged, though the plan says nothing of it
 
 
+class WideHead(torch.nn.Module):
+    """Most parameters are those of the root, whose gradients are the last ones that a backward reduces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block(hidden=8192) for _ in range(4))
+        self.head = torch.nn.Linear(WIDTH, 16384)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)[..., :WIDTH]  # type: ignore[no-any-return]
+
+
+def test_a_peak_is_that_of_one_moment() -> None:
+    def run(rank: int) -> None:
+        notes = Notes()
+        options = {"logger": notes, "log_every_n_steps": 1}
+        probe = Probe(case("wide", WideHead))
+        fit(probe, stage=3, micro_steps=4, callbacks=[MemoryMonitor(1)], options=options)
+        metrics = ours(notes)[3]
+        peak = metrics["zero/memory/peak/total"]
+        planned = metrics["zero/memory/expected_peak/total"] - metrics["zero/memory/expected_peak/raw_gradients"]
+        assert metrics["zero/memory/rest/total"] < peak < 1.002 * planned  # what rounds carry is not planned
+
+    run_world(2, run)
+
+
 # ---------------------------------------------------------------------------------------------------------- mismatches
 
 
@@ -245,6 +274,23 @@ def test_validation_between_steps_is_no_mismatch() -> None:
         ratios = [metrics["zero/traffic/all_gather/ratio"] for metrics in found.values()]
         assert 1.0 in ratios
         assert max(ratios) == 1.0
+
+
+def test_validation_inside_of_a_step_is_not_the_step_s() -> None:
+    """Between two of its micro-steps. Warnings are errors."""
+
+    def run(rank: int) -> tuple[list[float], int]:
+        options = {"accumulate_grad_batches": 4, "val_check_interval": 5}
+        trainer, (notes, _) = watched(3, 24, every=1, probe=Validated(ZOO["gpt_tied"]), options=options)
+        ratios = [metrics.get("zero/traffic/all_gather/ratio", 0.0) for metrics in ours(notes).values()]
+        return ratios, observers(trainer)
+
+    for (third, fourth, fifth, sixth), left in run_world(2, run):
+        # Batches 9-12, 13-16, 17-20, 21-24; validation after 5, 10, 15 and 20. Memory is measured in all steps.
+        assert (third, fourth) == (0.0, 0.0)
+        assert fifth == 1.0
+        assert 0.0 < sixth < 1.0  # the root is there already
+        assert left == 0
 
 
 class TwoByHand(Probe):
@@ -435,3 +481,35 @@ def test_another_strategy_is_named(monitor: Any) -> None:
     )
     with pytest.raises(ValueError, match=f"{monitor.__name__} .* runs SingleDeviceStrategy"):
         trainer.fit(BoringModel())
+
+
+@pytest.mark.parametrize("every", [0, -1, True])
+def test_a_step_count_has_to_be_one(every: Any) -> None:
+    with pytest.raises(ValueError, match="every_n_steps must be 1 or more"):
+        MemoryMonitor(every_n_steps=every)
+
+
+YAML = """
+trainer:
+  accelerator: cpu
+  devices: 1
+  logger: false
+  strategy: zero3
+  callbacks:
+    - class_path: lightning_zero.MemoryMonitor
+      init_args: {every_n_steps: 10}
+    - class_path: lightning_zero.CommunicationMonitor
+"""
+
+
+def test_from_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["script"])
+    file = tmp_path / "config.yaml"
+    file.write_text(YAML)
+    cli = ZeroCLI(BoringModel, run=False, seed_everything_default=False, args=[f"--config={file}"])
+    monitors = [c for c in cli.trainer.callbacks if isinstance(c, (MemoryMonitor, CommunicationMonitor))]
+
+    assert [(type(m), m.every_n_steps, m.summary) for m in monitors] == [
+        (MemoryMonitor, 10, None),
+        (CommunicationMonitor, None, None),
+    ]

@@ -44,6 +44,34 @@ def test_short_reads_and_writes_are_continued(tmp_path: Path, name: str, most: i
         assert torch.equal(resting.read(), values())
 
 
+class Partial(Disk):
+    """Says of every second call that only some bytes inside its first or second page were moved."""
+
+    said = 0
+    turns = 0
+
+    def preadv(self, descriptor: int, memory: memoryview, offset: int) -> int:
+        return self._less(super().preadv(descriptor, memory, offset))
+
+    def pwritev(self, descriptor: int, memory: memoryview, offset: int) -> int:
+        return self._less(super().pwritev(descriptor, memory, offset))
+
+    def _less(self, count: int) -> int:
+        self.turns += 1
+        return min(count, self.said) if self.said and self.turns % 2 else count
+
+
+@pytest.mark.parametrize("said", [1, 1000, 5000])
+def test_a_part_of_a_page_is_asked_for_again(tmp_path: Path, said: int) -> None:
+    disk = Partial()
+    with store(tmp_path, disk) as opened:
+        resting = opened.allocate(NUMEL, torch.float32, "x")
+        disk.said, disk.turns = said, 0
+        resting.write(values())
+        assert torch.equal(resting.read(), values())
+        assert disk.turns > 2
+
+
 def test_a_disk_that_never_gives_a_whole_page_is_an_error(tmp_path: Path) -> None:
     disk = Disk()
     with store(tmp_path, disk) as opened:

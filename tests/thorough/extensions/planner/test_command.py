@@ -139,6 +139,23 @@ def test_plan_takes_what_is_offloaded(arguments: list[str], offload: Offload | N
 
 
 @pytest.mark.parametrize(
+    ("name", "offload"),
+    [
+        ("zero1_offload", HostOffload()),
+        ("zero2_offload", HostOffload(threads=1, pin_mib=4096)),
+        ("zero3_offload", HostOffload(parameters=True)),
+        ("zero3_nvme", NvmeOffload(path="/var/tmp", parameters=True, buffer_mib=16.0)),
+    ],
+)
+def test_plan_of_a_configuration_with_offload(name: str, offload: Offload) -> None:
+    config = ROOT / "configs" / f"{name}.yaml"
+    plan = plan_cli(MODEL, f"--config={config}").plan()
+
+    assert plan.offload == offload
+    assert f"Offloaded to the {offload.tier.value}: optimizer" in plan.describe()
+
+
+@pytest.mark.parametrize(
     ("precision", "stored", "computed"),
     [
         ("32-true", torch.float32, torch.float32),
@@ -274,6 +291,30 @@ def test_an_optimizer_is_known_by_its_class_and_not_by_its_name() -> None:
     assert (torch_s.name, torch_s.whole) == ("Adam", False)
 
 
+class Sized(BoringModel):
+    """Asks its Trainer when it is built."""
+
+    def configure_model(self) -> None:
+        self.layer = nn.Linear(10 * self.trainer.world_size, 2, bias=False)
+
+
+class Lazy(BoringModel):
+    """Has a parameter without a shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LazyLinear(2)
+
+
+def test_a_model_that_asks_for_the_world_is_answered() -> None:
+    assert plan_cli(f"--model={OWN}.Sized", "--world-size=3").estimate().numel == 60
+
+
+def test_a_model_without_shapes_is_refused_in_one_line() -> None:
+    with pytest.raises(ValueError, match="uninitialized parameter"):
+        plan_cli(f"--model={OWN}.Lazy", "--world-size=3")
+
+
 class Scheduled(BoringModel):
     """Asks its Trainer for something."""
 
@@ -313,6 +354,17 @@ def test_a_wrong_key_of_a_configuration_is_named(
         plan_cli(f"--config={tmp_path / 'run.yaml'}")
 
     assert f"'{named}" in capsys.readouterr().err.partition("error:")[2]
+
+
+def test_the_precision_may_be_a_plugin(tmp_path: Path) -> None:
+    plugin = """
+  plugins:
+    class_path: lightning_zero.ZeroPrecision
+    init_args: {precision: bf16-mixed, reduce_dtype: bfloat16}"""
+    (tmp_path / "run.yaml").write_text(RUN.replace("\n  precision: bf16-mixed", plugin))
+    layouts = [layout for unit in plan_cli(f"--config={tmp_path / 'run.yaml'}").plan().units for layout in unit.layouts]
+
+    assert {(layout.compute_dtype, layout.reduce_dtype) for layout in layouts} == {(torch.bfloat16, torch.bfloat16)}
 
 
 # ------------------------------------------------------------------------------------------------ stages, and which one
@@ -643,6 +695,13 @@ def test_the_report_of_a_model_has_its_plan(capsys: pytest.CaptureFixture[str]) 
         found = report["estimate"]["stages"][name]
         assert sum(found["peak"].values()) == stage.peak.total
     assert report["recommended"] is None
+
+
+def test_nothing_fits_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    memory = ["--device-memory=1GB", "--host-memory=1GB"]
+    main(["plan", "--parameters=7B", "--world-size=2", "--json", *memory])
+    report = json.loads(capsys.readouterr().out)
+    assert (report["recommended"]["name"], report["recommended"]["fits"]) == (None, [])
 
 
 # -------------------------------------------------------------------------------------------------------- activations

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-from lightning_zero import ActivationPolicy, measure_activations
+from lightning_zero import ActivationPolicy, estimate_memory, measure_activations
 from lightning_zero._torch import storage_key, tree_leaves
 from lightning_zero.activations import Recomputed
 from tests.helpers.counting import LiveTensors
@@ -186,6 +186,18 @@ def test_what_is_offloaded_is_not_on_the_device() -> None:
     assert measure_activations(model, batch, policy=policy) == measure_activations(model, batch)
 
 
+def test_on_accelerators_dropout_keeps_a_byte() -> None:
+    """Not a noise of the activation's dtype, in each of the three blocks; and attention drops nothing."""
+    here, there = (measure_activations(GPT(dropout=0.1), text(), accelerator=on) for on in (False, True))
+    assert here.saved - there.saved == 3 * (4 - 1) * BATCH * LENGTH * WIDTH
+
+
+def test_norms_are_in_full_precision_on_accelerators() -> None:
+    settings = {"param_dtype": torch.bfloat16}
+    here, there = (measure_activations(GPT(), text(), accelerator=on, **settings) for on in (False, True))
+    assert there.saved > 1.1 * here.saved
+
+
 def test_nothing_is_left_in_the_module() -> None:
     model, batch = GPT(), text()
     before = {name: (value.data_ptr(), value.clone()) for name, value in model.state_dict().items()}
@@ -200,6 +212,14 @@ def test_nothing_is_left_in_the_module() -> None:
         assert value.data_ptr() == before[name][0]
         assert value.equal(before[name][1])
     assert torch.get_rng_state().equal(state)
+
+
+def test_a_model_larger_than_any_memory() -> None:
+    """Meta weights, and a batch of 1 TB."""
+    with torch.device("meta"):
+        model, batch = nn.Sequential(nn.Linear(2**20, 2**20), nn.ReLU()), torch.empty(2**18, 2**20)
+    found = measure_activations(model, batch)
+    assert (found.batch, found.saved) == (2**40, 2**40)
 
 
 class Asking(GPT):
@@ -267,3 +287,23 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_forked_processes_have_a_backward_after_it(tmp_path: Path) -> None:
     """As ranks in notebooks are. In a new process: it is the first backward that counts."""
     run_script(["-c", FORKS_LATER], cwd=tmp_path)
+
+
+def test_activations_are_in_every_peak_of_a_backward() -> None:
+    """With fused steps that is the worst moment; with others the step may be, where activations have gone."""
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    for fused, activations in ((True, 1), (True, 10**9), (False, 1), (False, 10**9)):
+        adamw = torch.optim.AdamW(model.parameters(), fused=fused)
+        settings = {"world_size": 4, "optimizer": adamw, "accelerator": True}
+        without, found = estimate_memory(model, **settings), estimate_memory(model, activations=activations, **settings)
+        for name, stage in found.stages.items():
+            peak = without.stages[name].peak
+            assert stage.rest == without.stages[name].rest
+            assert peak.total <= stage.peak.total <= peak.total + activations
+            assert stage.peak.activations == (0 if stage.peak.temporaries else activations)
+            assert stage.peak.total == peak.total + activations or not fused
+        assert "+ activations" in found.describe() or activations == 1
+        assert "at peak, without" not in found.describe()
+        assert "for activations" not in found.recommend(10**12).reason
+    with pytest.raises(ValueError, match="A number of parameters has no activations"):
+        estimate_memory("1B", world_size=2, activations=1)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -263,6 +263,19 @@ def test_saved_after_the_last_batch(tmp_path: Path) -> None:
         for name in ("shuffled", "with workers"):
             found += resumed(lambda: strategy_of(2), LOADERS[name], tmp_path / name, *moments, hooks=False)
         return found
+
+    assert run_world(2, rank, timeout=300) == [[], []]
+
+
+def test_saved_by_a_model_checkpoint_after_the_validation_of_an_epoch(tmp_path: Path) -> None:
+    def rank(_: int) -> list[str]:
+        def saver() -> ModelCheckpoint:
+            return ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1, filename="{epoch}")
+
+        whole = run(strategy_of(3), LOADERS["validated"](), 1, saver=saver())
+        again = run(strategy_of(3), LOADERS["validated"](), 77, saver=saver(), resume=tmp_path / "epoch=0.ckpt")
+        assert len(again["losses"]) == 2 * COUNT
+        return differences(whole, again, "saved after validation")
 
     assert run_world(2, rank, timeout=300) == [[], []]
 
