@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_zero import CommunicationMonitor, load_full_state_dict
+from lightning_zero import CommunicationMonitor, ZeroStrategy, load_full_state_dict
 from lightning_zero.engine import BufferBroadcast
 from lightning_zero.plan import CollectiveTraffic
 from lightning_zero.plan.buckets import PIECE_NBYTES
@@ -554,6 +554,11 @@ def test_settings_that_differ_are_an_error_on_all() -> None:
         assert message.startswith("DivergenceError: Rank 1 has another set of buffers")
         assert "rank 0: broadcast_buffers=True" in message
         assert "rank 1: broadcast_buffers=False" in message
+
+
+def test_only_true_and_false_are_settings() -> None:
+    with pytest.raises(ValueError, match="broadcast_buffers must be True or False, got 'no'"):
+        ZeroStrategy(broadcast_buffers="no")  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -72,6 +72,34 @@ def folder_of(root: Path, strategy: Strategy) -> Path:
     return root / name_of(strategy)
 
 
+def test_resuming_in_mid_epoch(tmp_path: Path) -> None:
+    """``trainer.save_checkpoint`` between two steps, called by the user from a hook; with and without accumulation."""
+
+    class Saver(pl.Callback):
+        def on_train_batch_end(
+            self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            if (trainer.current_epoch, batch_idx) == (1, 1):
+                trainer.save_checkpoint(folder_of(tmp_path, trainer.strategy) / "mid.ckpt")
+
+    def play(strategy: Strategy) -> dict[str, Any]:
+        found: dict[str, Any] = {"whole": {}, "resumed": {}}
+        for accumulate in (1, 2):
+            options: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": accumulate}
+            module = Resumable()
+            trainer = fit(again(strategy), module, count=4, callbacks=[Saver()], **options)
+            found["whole"][accumulate] = result_of(module, trainer, last=2)
+            module = Resumable()
+            trainer = make_trainer(again(strategy), **options)
+            trainer.fit(module, batches(4), ckpt_path=folder_of(tmp_path, strategy) / "mid.ckpt")
+            found["resumed"][accumulate] = result_of(module, trainer, last=2)
+        return found
+
+    for result in each_strategy(play):
+        for name in ("ddp", *STAGES):
+            assert_same([result[name]], ["resumed"], 0, "whole")
+
+
 def test_the_loss_scale_is_resumed(tmp_path: Path) -> None:
     """fp16: the scale has grown, and a step that overflows after the resumption is skipped in both runs alike."""
 

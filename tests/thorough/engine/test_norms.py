@@ -191,12 +191,12 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def compared(options: dict[str, Any], stage: int) -> list[Any]:
+def compared(options: dict[str, Any], stage: int, **strategy: Any) -> list[Any]:
     """What was seen of slices and of whole tensors."""
     rest = {key: value for key, value in options.items() if key != "offload"}
     module = Acts(both(looks), "on_before_optimizer_step")
     with quiet():
-        fit(zero(stage, offload=options.get("offload")), module, count=2, **rest)
+        fit(zero(stage, offload=options.get("offload"), **strategy), module, count=2, **rest)
     assert all(float(slices["stacked"]) < 10 for slices, _ in module.seen)  # without a loss scale
     return module.seen
 
@@ -209,6 +209,14 @@ def test_slices_give_what_whole_tensors_give() -> None:
             assert seen, name
             for slices, whole in seen:
                 assert_same([{name: {"": slices}, "whole": {"": whole}}], [name], bound, "whole")
+
+
+def test_shards_within_a_host_count_once() -> None:
+    for found in run_world(4, lambda rank: [compared({}, stage, shard_within=2) for stage in (1, 2, 3)], timeout=120):
+        for seen in found:
+            assert seen
+            for slices, whole in seen:
+                assert_same([{"slices": {"": slices}, "whole": {"": whole}}], ["slices"], BOUND, "whole")
 
 
 def only(rank: int, act: Act) -> Act:
@@ -225,7 +233,19 @@ def own_place(model: nn.Module) -> Any:
     return parts[torch.distributed.get_rank()].weight.grad.norm()  # type: ignore[union-attr]
 
 
+def waits_at_a_barrier(model: nn.Module) -> Any:
+    if torch.distributed.get_rank():
+        return torch.distributed.barrier()
+    return model.stem.weight.grad.norm()  # type: ignore[union-attr]
+
+
+NORM = r"rank \d: (linalg_vector_)?norm\(\) of the averaged gradient of 'model\.stem\.weight'"
 ALONE: dict[str, tuple[Act, str]] = {
+    "norm": (only(0, lambda m: m.stem.weight.grad.norm()), NORM),  # type: ignore[union-attr]
+    "finite": (
+        only(1, lambda m: m.stem.weight.grad.isfinite().all()),
+        r"rank 1: all\(\) of the .*averaged gradient of",
+    ),  # type: ignore[union-attr]
     "clip": (
         only(1, lambda m: clip_grad_norm_(m.parameters(), 1.0)),
         r"rank 1: _foreach_norm\(\) of .* of \d+ more",
@@ -254,12 +274,27 @@ def unseen(act: Act) -> Act:
     return call
 
 
+COMMUTE: dict[str, Act] = {
+    "factor": unseen(lambda m: [g.mul_(0.5) for g in gradients_of(m)]),
+    "foreach": unseen(lambda m: torch._foreach_div_(gradients_of(m), 4.0)),
+}
 EARLY: dict[str, Act] = {
     "norm": lambda m: m.stem.weight.grad.norm(),  # type: ignore[union-attr]
     "clip by norm": lambda m: clip_grad_norm_(m.parameters(), 0.05),
     "clip by value": lambda m: clip_grad_value_(m.parameters(), 0.01),
     "square": unseen(lambda m: m.stem.weight.grad.square()),  # type: ignore[union-attr]
 }
+
+
+def test_between_micro_steps_what_commutes_with_the_average_works() -> None:
+    def play(strategy: Strategy) -> dict[str, Any]:
+        found = {}
+        for name, act in COMMUTE.items():
+            module = Acts(act, "on_after_backward")
+            found[name] = made(module, fit(again(strategy), module, count=4, accumulate_grad_batches=2))
+        return found
+
+    assert_same(each_strategy(play), bound=BOUND)
 
 
 def test_between_micro_steps_an_average_is_not_taken_for_the_sum_of_a_rank() -> None:
@@ -291,6 +326,12 @@ def test_one_rank_alone_is_told() -> None:
         for name, (_, told) in ALONE.items():
             assert all(re.search(told, text) for text in found[name]), found[name]
             assert all(text.startswith("DivergenceError") for text in found[name]), found[name]
+
+
+def test_one_rank_alone_does_not_wait_for_ever() -> None:
+    for text in run_world(2, lambda rank: alone(waits_at_a_barrier, 1, "on_after_backward"), timeout=60):
+        assert "rank 0 has waited for" in text
+        assert "norm() of the averaged gradient of 'model.stem.weight'" in text
 
 
 class Reads(Acts):

@@ -78,6 +78,46 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_zero-")]
 
 
+FAULTS = [
+    ("write", "on_before_optimizer_step", "files", "No space left on device"),
+    ("read", "on_before_optimizer_step", "files", "Input/output error"),
+    ("short read", "on_before_optimizer_step", "files", "gave 0 of"),
+    ("read", "on_train_batch_start", "files, parameters", "Input/output error"),
+]
+
+
+@pytest.mark.parametrize(("how", "hook", "kind", "reason"), FAULTS)
+def test_a_disk_that_fails_on_one_rank_is_an_error_on_every_rank(
+    how: str, hook: str, kind: str, reason: str, tmp_path: Path
+) -> None:
+    files, checkpoint = tmp_path / "files", str(tmp_path / "checkpoint")
+    files.mkdir()
+
+    @quiet()
+    def run(rank: int) -> dict[str, Any]:
+        offload = KINDS[kind](files)
+        save = SaveAt(2, checkpoint)
+        trainer = make_trainer(zero(3, offload=offload), callbacks=[save, Breaking(1, how, hook)])
+        with pytest.raises(OffloadError) as caught:
+            trainer.fit(Net(), batches(5))
+        left = threads()
+        module = Net()
+        resumed = make_trainer(zero(3, offload=KINDS["host"](files)), max_steps=5)
+        resumed.fit(module, batches(5), ckpt_path=checkpoint)
+        undisturbed = Net()
+        make_trainer(zero(3), max_steps=5).fit(undisturbed, batches(5))
+        same = [torch.equal(a, b) for a, b in zip(*map(ordered, (module, undisturbed)), strict=True)]
+        return {"message": str(caught.value), "threads": left, "same": all(same) and bool(same)}
+
+    for found in run_world(2, run, timeout=90):
+        assert "Rank 1" in found["message"], found
+        assert reason in found["message"]
+        assert "checkpoint" in found["message"]  # and what to do next
+        assert found["threads"] == []
+        assert found["same"], "the checkpoint of step 2 is whole"
+    assert list(files.iterdir()) == []
+
+
 def resting(trainer: pl.Trainer, what: str) -> FileTensor:
     """Some of what rests in this rank's files."""
     flats = [flat for unit in trainer.strategy.engine.units for flat in unit.flats]
@@ -156,6 +196,27 @@ class SaveAt(pl.Callback):
 
 def ordered(module: pl.LightningModule) -> list[Tensor]:
     return list(values_of(module).values())
+
+
+def test_a_folder_that_vanishes_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    class Vanishing(pl.Callback):
+        def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 1 and trainer.global_rank == 0:
+                folder = Path(trainer.strategy.engine.tiers.store.folder)
+                for file in folder.iterdir():
+                    file.unlink()
+                folder.rmdir()
+
+    @quiet()
+    def run(rank: int) -> str:
+        trainer = make_trainer(zero(2, offload=KINDS["files"](tmp_path)), callbacks=[Vanishing()])
+        with pytest.raises(OffloadError) as caught:
+            trainer.fit(Net(), batches(4))
+        return str(caught.value)
+
+    for message in run_world(2, run, timeout=60):
+        assert "Rank 0" in message
+        assert str(tmp_path) in message
 
 
 def test_a_path_that_cannot_be_used_is_an_error_on_every_rank_before_training(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from lightning_zero import ZeroStrategy
 from lightning_zero.comm import PATIENCE_SECONDS
 from lightning_zero.comm.control import current_watch
-from lightning_zero.comm.groups import _LIVE
+from lightning_zero.comm.groups import _LIVE, shut, sockets
 from lightning_zero.errors import DivergenceError, with_notes
 from tests.helpers.cases import WIDTH
 from tests.helpers.runs import Net, assert_same, batches, fit, made, quiet
@@ -58,6 +59,26 @@ class Broken(Net):
             raise ValueError("there is no such file here")
 
 
+def _save(module: Alone) -> None:
+    module.trainer.save_checkpoint("never.ckpt")
+
+
+def _log(module: Alone) -> None:
+    module.log("value", torch.tensor(1.0), sync_dist=True)
+
+
+DEEDS: dict[str, tuple[Callable[[], Net], str]] = {
+    "a barrier": (lambda: Alone(lambda module: module.trainer.strategy.barrier("mine")), "barrier of the default"),
+    "a value that is logged": (lambda: Alone(_log), "barrier of the default group"),
+    "a checkpoint": (lambda: Alone(_save), "save the checkpoint"),
+    "a forward in a hook": (lambda: Alone(lambda m: m(torch.zeros(1, WIDTH)), behind=True), "(forward of 'Alone')"),
+    "a collective of torch": (
+        lambda: Alone(lambda module: dist.all_reduce(torch.ones(1))),
+        "all_reduce of the default",
+    ),
+}
+
+
 def play(rank: int, make: Callable[[], Net], stage: int) -> tuple[str, str, float]:
     module = make()
     trainer = pl.Trainer(
@@ -73,18 +94,45 @@ def play(rank: int, make: Callable[[], Net], stage: int) -> tuple[str, str, floa
 
 
 @pytest.mark.timing
-def test_a_forward_in_a_hook_of_one_rank_is_an_error_on_all() -> None:
-    """What else one rank does alone is in tests/thorough/chaos: barriers, logged values, checkpoints, collectives."""
-    make = lambda: Alone(lambda module: module(torch.zeros(1, WIDTH)), behind=True)  # noqa: E731
-    results = run_world(2, play, make, 3, init_group=False)
+@pytest.mark.parametrize("deed", DEEDS)
+def test_what_one_rank_does_alone_is_an_error_on_all(deed: str) -> None:
+    make, told = DEEDS[deed]
+    stage = 3 if deed in ("a forward in a hook", "a checkpoint") else 1
+    results = run_world(2, play, make, stage, init_group=False)
     assert DivergenceError.__name__ in [kind for kind, _, _ in results]
     for rank, (_, message, seconds) in enumerate(results):
         assert message.startswith(f"Rank {rank}: ")
-        for words in ("No rank can go on", "(forward of 'Alone')", "test_waiting.py"):
-            assert words in message
+        assert "No rank can go on" in message
+        assert told in message
+        assert "test_waiting.py" in message
         assert re.search(r"\nSee \S+#(divergence|communication)error$", message)
         assert message.count("https://") == 1
         assert seconds < SECONDS
+
+
+class Cut(Alone):
+    """Rank 1 loses all its connections, and waits for rank 0, which is long in coming."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda module: time.sleep(SECONDS))
+
+    def _do(self, batch_idx: int, behind: bool) -> None:
+        for file in sockets() if batch_idx == 2 and self.global_rank == 1 else ():
+            shut(file)
+        super()._do(batch_idx, behind)
+
+
+@pytest.mark.timing
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs Linux to find the connections")
+@pytest.mark.usefixtures("one_host")  # over a wire the other rank, which ends first, may be noticed before
+def test_a_rank_that_has_lost_the_store_does_not_wait_for_ever() -> None:
+    """With nobody to tell, and nobody to judge."""
+    results = run_world(2, play, Cut, 3, init_group=False)
+    for _, message, seconds in results:
+        assert message.startswith("Rank ")
+        assert seconds < 2 * SECONDS
+    assert "It has lost the store that the ranks share, and has waited for" in results[1][1]
+    assert results[1][2] < SECONDS
 
 
 class Experts(Net):

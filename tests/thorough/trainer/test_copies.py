@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
-from lightning_zero import ZeroStrategy, full_parameters
+from lightning_zero import ActivationPolicy, ZeroStrategy, full_parameters
 from tests.helpers.cases import WIDTH, Block, Stack
 from tests.helpers.runs import Net, assert_same, batches, each_strategy, fit, name_of, quiet, zero
 from tests.helpers.training import make_trainer
@@ -118,6 +119,33 @@ def test_refused_where_values_are_not(stage: int, precision: Any) -> None:
                 assert "of Net" in message, (way, message)
             assert "`with lightning_zero.full_parameters(module):`" in message, (way, message)
         assert finite
+
+
+class Keeps(Callback):
+    """Makes something of the module at the end of every epoch."""
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        with full_parameters(pl_module):
+            self.made.append([_made(way, pl_module) for way in ("deepcopy", "save", "trace")])
+
+
+def test_copies_in_the_middle_of_a_fit() -> None:
+    """Also with recomputation, which stands in the modules' forwards then."""
+
+    def play(strategy: Strategy) -> dict[str, Any]:
+        if isinstance(strategy, ZeroStrategy):
+            stage = int(name_of(strategy)[-1])
+            strategy = zero(stage, activations=ActivationPolicy(checkpointing=["Block"]))
+        module, keeps = Net(), Keeps()
+        fit(strategy, module, callbacks=[keeps], max_epochs=2)
+        return {"made": keeps.made, "losses": list(module.losses)}
+
+    results = each_strategy(play)
+    assert_same(results)
+    assert len(results[0]["ddp"]["made"]) == 2
 
 
 class CopiesItself(Block):

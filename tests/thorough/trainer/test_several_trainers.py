@@ -18,6 +18,17 @@ from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
 
 
+def test_a_second_trainer_goes_on_with_the_same_module() -> None:
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = Net()
+        fit(strategy, module)
+        other = make_trainer(again(strategy))
+        tested = other.test(module, batches(2), verbose=False)
+        return {**made(module, fit(again(strategy), module)), "tested": tested}
+
+    assert_same(each_strategy(play))
+
+
 def test_a_run_that_failed_everywhere_is_over() -> None:
     """What the ranks told one another of their errors would have ended the next run as soon as one rank is slow."""
 
