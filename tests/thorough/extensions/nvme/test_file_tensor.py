@@ -245,7 +245,8 @@ def test_large_tensors_move_in_pieces(tmp_path: Path, move: str) -> None:
     disk = Disk()
     with store(tmp_path, disk, kib=64) as opened:
         one, other = (opened.allocate(1 << 20, torch.float32, "x") for _ in range(2))
-        plain = torch.ones(1 << 20, dtype=torch.float64)
+        plain = torch.arange(1 << 20, dtype=torch.float64)
+        other.write(plain)
         disk.calls.clear()
         if move == "fill":
             one.fill(1)
@@ -255,3 +256,6 @@ def test_large_tensors_move_in_pieces(tmp_path: Path, move: str) -> None:
             getattr(one, move)(plain)
         # Staging is 64 KiB // 8; 1 MiB is what passes through memory between files.
         assert max(call.nbytes for call in disk.calls) <= (8192 if move in ("write", "read_into") else 1 << 20)
+        if move in ("write", "fill_from"):
+            assert torch.equal(one.read(), other.read())
+            assert torch.equal(one.read(), torch.arange(float(1 << 20)))
