@@ -345,3 +345,16 @@ def test_a_failure_of_the_one_save_in_the_background_is_raised_too(tmp_path: Pat
         return run_.global_step
 
     assert run_world(2, run) == [2, 2]
+
+
+def test_a_file_of_weights_cannot_be_resumed_and_says_what_can(tmp_path: Path) -> None:
+    torch.save(Net().state_dict(), tmp_path / "weights.pt")
+
+    @quiet()
+    def run(rank: int) -> None:
+        with pytest.raises(CheckpointError, match=r"weights\.pt.*initial_weights"):
+            trainer(policy=CheckpointPolicy(), max_epochs=1).fit(
+                Net(), batches(2), batches(1), ckpt_path=tmp_path / "weights.pt"
+            )
+
+    run_world(2, run)

@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 from lightning_zero import load_full_state_dict, verify_checkpoint
 from lightning_zero.checkpoint import open_checkpoint, save_checkpoint_directory
 from lightning_zero.checkpoint.format.torch_file import archive_entries
+from lightning_zero.checkpoint.storage import files as ranges
 from lightning_zero.errors import CheckpointError, shortened
 from lightning_zero.extensions.inspection.contents import inspect_checkpoint
 from tests.helpers.samples import checkpoint, control, end_to_end
@@ -302,3 +303,20 @@ def test_a_record_with_a_name_twice(own: Path) -> None:
     text = (own / "zero.json").read_text()
     (own / "zero.json").write_text(text.replace('{"format":', '{"version":2,"format":', 1))
     is_refused(own, "a name appears twice")
+
+
+@pytest.mark.parametrize("name", ["zero.json", ".metadata"])
+def test_the_limit_of_an_index(own: Path, stock: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = own if name == "zero.json" else stock
+    nbytes = (path / name).stat().st_size
+    monkeypatch.setattr(ranges, "MAX_INDEX_NBYTES", nbytes)
+    open_checkpoint(path, control())
+    monkeypatch.setattr(ranges, "MAX_INDEX_NBYTES", nbytes - 1)
+    with pytest.raises(CheckpointError, match=f"has {nbytes} bytes, which is too large for an index"):
+        open_checkpoint(path, control())
+
+
+@pytest.mark.parametrize("number", [-1, True, 99, 0.0, None, "0"])
+def test_a_file_is_counted_from_the_beginning(own: Path, number: Any) -> None:
+    changed(own, lambda content: content["items"]["state_dict.conv.weight"]["chunks"][0].__setitem__(2, number))
+    is_refused(own, "zero.json' cannot be used: ")

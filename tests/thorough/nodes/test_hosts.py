@@ -31,7 +31,7 @@ from lightning_zero.comm.native import SWITCH
 from lightning_zero.extensions.hops import HierarchicalCollectives
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import WorldError, run_world
-from tests.thorough.nodes.test_shard_within import Looks, Net, fit, same, whole
+from tests.thorough.nodes.test_shard_within import Fails, Looks, Net, fit, same, whole
 
 pytestmark = pytest.mark.usefixtures("one_host")
 
@@ -236,6 +236,18 @@ def test_loaders_that_end_earlier_on_one_host() -> None:
 
     for there, here in zip(*in_both(run), strict=True):
         assert all_same(there, here)
+
+
+@pytest.mark.timing
+def test_an_error_of_one_rank_ends_all() -> None:
+    begin = time.monotonic()
+    with pytest.raises(WorldError) as raised:
+        run_world(4, lambda rank: fit(3, None, Fails()), timeout=60, environment={RANKS_PER_HOST: "2"})
+    failures = raised.value.failures
+    assert failures.keys() == {0, 1, 2, 3}
+    assert failures[3].type == "KeyError"
+    assert all(failures[rank].message.startswith(f"Rank {rank}: ") for rank in range(3))
+    assert time.monotonic() - begin < 30
 
 
 class Validates(Net):

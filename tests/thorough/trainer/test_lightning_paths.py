@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import enum
+import functools
 import os
 import sys
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_zero import CheckpointPolicy
+from lightning_zero import CheckpointPolicy, full_parameters
 from lightning_zero.session import checkpoints
 from tests.helpers import runs
 from tests.helpers.runs import Net, assert_same, batches, fit, made, raised, zero
@@ -118,6 +121,34 @@ def test_last_cannot_be_a_link_on_a_file_system_without_links(tmp_path: Path) ->
     assert second[0].startswith("CommunicationError")
 
 
+def test_evaluation_loads_a_directory_without_a_fit(tmp_path: Path) -> None:
+    """``validate``, ``test`` and ``predict`` of a fresh Trainer, in another stage and world size."""
+    path = tmp_path / "weights.ckpt"
+
+    def evaluate(make: Any, ckpt_path: Path | None) -> list[Any]:
+        found = []
+        for kind, options in (("validate", {"verbose": False}), ("test", {"verbose": False}), ("predict", {})):
+            trainer, module = make()
+            found.append(getattr(trainer, kind)(module, batches(1), ckpt_path=ckpt_path, **options))
+        return found
+
+    def save(rank: int) -> list[Any]:
+        with quiet():
+            module = Net()
+            trainer = fit(zero(3), module, 2)
+            trainer.save_checkpoint(path)
+            return evaluate(lambda: (trainer, module), None)
+
+    def load(rank: int, stage: int) -> list[Any]:
+        with quiet():
+            return evaluate(lambda: (make_trainer(zero(stage)), Net(seed=9)), path)
+
+    saved = run_world(2, save)
+    for expected, found in zip(saved, run_world(2, load, 1), strict=True):
+        assert_same([{"now": {"": expected}, "loaded": {"": found}}], ["loaded"], 0, "now")
+    assert torch.equal(run_world(1, load, 3)[0][2][0], saved[0][2][0])
+
+
 def test_hpc_and_last_are_found_among_leftovers(tmp_path: Path) -> None:
     """What a killed save leaves has digits in its name and is newer; nothing of it is taken for a checkpoint."""
     leftovers = [".ztmp-1234567890abcdef", ".zdel-99999999", ".zdata-77777777"]
@@ -163,6 +194,72 @@ def test_hpc_and_last_are_found_among_leftovers(tmp_path: Path) -> None:
     assert results[0]["last path"]["name"] == "last.ckpt"
 
 
+class Extra(pl.Callback):
+    """Puts tensors of its own, and shards of the module, into the checkpoint, at several places."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "mean": torch.linspace(0, 1, 7, dtype=torch.float64),
+            "nested": [torch.tensor(3), {"x": torch.ones(2, 0)}],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.found["state"] = state
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        weights = checkpoint["state_dict"]
+        checkpoint["copies"] = {"weights": {name: weights[name].clone() for name in weights}, "decay": 0.9}
+        checkpoint["moved"] = {"head": weights["model.head.weight"]}
+        checkpoint["table"] = torch.arange(70_000, dtype=torch.int32)
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        copies = checkpoint["copies"]
+        self.found |= {
+            "copies": {name: value.clone() for name, value in copies["weights"].items()},
+            "decay": copies["decay"],
+            "moved": checkpoint["moved"]["head"].clone(),
+            "table": checkpoint["table"].clone(),
+        }
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_callbacks_that_add_tensors_get_them_back_whole(policy: str, tmp_path: Path) -> None:
+    """Shards that were moved or copied to other keys, and plain tensors in any place."""
+
+    path = tmp_path / "saved.ckpt"
+
+    class Saver(pl.Callback):
+        def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            trainer.save_checkpoint(path)
+
+    def play(rank: int, resume: bool) -> dict[str, Any]:
+        module, extra = Net(), Extra()
+        callbacks = [extra] if resume else [extra, Saver()]
+        trainer = make_trainer(zero(3, checkpoint=POLICIES[policy]), max_epochs=1 + resume, callbacks=callbacks)
+        with quiet():
+            trainer.fit(module, batches(2), ckpt_path=path if resume else None)
+        with full_parameters(module):
+            weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
+        return {"weights": weights, "found": extra.found}
+
+    weights = run_world(2, play, False)[0]["weights"]
+    for result in run_world(3, play, True):
+        found = result["found"]
+        assert {name: value.shape for name, value in found["copies"].items()} == {
+            name: value.shape for name, value in weights.items()
+        }
+        assert all(torch.equal(found["copies"][name], value) for name, value in weights.items())
+        assert torch.equal(found["moved"], weights["model.head.weight"])
+        assert torch.equal(found["table"], torch.arange(70_000, dtype=torch.int32))
+        assert found["decay"] == 0.9
+        assert torch.equal(found["state"]["mean"], torch.linspace(0, 1, 7, dtype=torch.float64))
+        assert found["state"]["nested"][0] == 3
+        assert found["state"]["nested"][1]["x"].shape == (2, 0)
+
+
 def test_a_save_after_the_run_is_on_disk_when_it_returns(tmp_path: Path) -> None:
     """Also with ``async_save``: there is no training left to go on, and the user's next line may read it."""
 
@@ -174,6 +271,66 @@ def test_a_save_after_the_run_is_on_disk_when_it_returns(tmp_path: Path) -> None
         return (tmp_path / "saved.ckpt" / "zero.json").is_file()
 
     assert run_world(2, play) == [True, True]
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+def scaled(x: Tensor, by: float) -> Tensor:
+    return x * by
+
+
+DOUBLED = functools.partial(scaled, by=2.0)
+
+
+class Configured(Net):
+    """With hyperparameters that are no numbers."""
+
+    def __init__(
+        self,
+        where: Path = Path("/some/where"),
+        layer: type[nn.Module] = nn.Linear,
+        colour: Colour = Colour.RED,
+        transform: Any = DOUBLED,
+        dtype: torch.dtype = torch.bfloat16,
+        every: timedelta = timedelta(minutes=5),
+        nested: Any = None,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_hyperparameters_that_are_paths_classes_enums_or_functions_do_not_stop_a_resumption(tmp_path: Path) -> None:
+    """What cannot be loaded without running code is left out by name, with one warning on rank 0."""
+
+    def play(rank: int) -> dict[str, Any]:
+        results: dict[str, Any] = {}
+
+        def train(module: Net, epochs: int, ckpt_path: Path | None = None) -> pl.Trainer:
+            trainer = make_trainer(zero(3), max_epochs=epochs)
+            trainer.fit(module, batches(2), ckpt_path=ckpt_path)
+            return trainer
+
+        with quiet(), warnings.catch_warnings(record=True) as caught:
+            warnings.filterwarnings("always", "Left out of the checkpoint")
+            warnings.filterwarnings("always", "A run that resumes will not have all that was saved")
+            whole, resumed = Configured(), Configured(nested={"a": [Path("x"), {1: None}]})
+            results["whole"] = made(whole, train(whole, 3))
+            train(Configured(), 2).save_checkpoint(tmp_path / "saved.ckpt")
+            results["resumed"] = made(resumed, train(resumed, 3, tmp_path / "saved.ckpt"))
+            results["whole"]["losses"] = results["whole"]["losses"][-2:]
+        texts = [str(w.message) for w in caught]
+        results["named"] = [text for text in texts if "will not have all" in text]
+        return {**results, "warnings": [text for text in texts if "Left out" in text]}
+
+    results = run_world(2, play)
+    assert_same(results, ["resumed"], 0, "whole")
+    assert [len(result["warnings"]) for result in results] == [1, 0]
+    assert [len(result["named"]) for result in results] == [1, 0]
+    assert "'hyper_parameters.transform' (functools.partial)" in results[0]["named"][0]
+    assert "transform" in results[0]["warnings"][0]
+    assert "where" not in results[0]["warnings"][0].replace("/some/where", "")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -238,3 +238,15 @@ def test_loading_checks_the_sample_without_being_asked(tmp_path: Path, verify: b
         load_from_checkpoint(type(model), tmp_path / "c", verify=verify)
     with pytest.raises(CheckpointError, match="do not match their checksum"):
         load_full_state_dict(tmp_path / "c", verify=verify)
+
+
+def test_one_rank_warns_once(tmp_path: Path) -> None:
+    path = make("stock", tmp_path)
+
+    def rank(_: int) -> int:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            open_checkpoint(path, control(), verify=True)
+        return sum("cannot be verified" in str(warning.message) for warning in caught)
+
+    assert run_world(2, rank, timeout=30) == [1, 0]
