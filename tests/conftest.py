@@ -118,7 +118,7 @@ _TOGETHER = (
     "tests/thorough/races/test_races.py",
     "tests/world/strategy/test_elastic.py",
     "tests/thorough/offload/test_offload_limits.py",
-    "tests/thorough/checkpoint/test_portable.py",
+    "tests/world/strategy/test_portable.py",
 )
 
 

@@ -31,7 +31,7 @@ from lightning_zero.comm.native import SWITCH
 from lightning_zero.extensions.hops import HierarchicalCollectives
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import WorldError, run_world
-from tests.thorough.nodes.test_shard_within import Fails, Looks, Net, fit, same, whole
+from tests.world.strategy.test_shard_within import Fails, Looks, Net, fit, same, whole
 
 pytestmark = pytest.mark.usefixtures("one_host")
 

@@ -29,10 +29,10 @@ from lightning_zero.optim.gradients import LossScaler
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.wires import residuals_of
 from tests.helpers.world import WorldError, run_world
-from tests.thorough.nodes.test_shard_within import Again, FailsAmid, Net, fit, near, same, whole
 from tests.thorough.offload.test_offload_liveness import Breaking
 from tests.thorough.races.simulated import simulated_device
 from tests.thorough.races.trace import find_races
+from tests.world.strategy.test_shard_within import Again, FailsAmid, Net, fit, near, same, whole
 
 pytestmark = pytest.mark.usefixtures("one_host")
 

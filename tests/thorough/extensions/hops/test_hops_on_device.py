@@ -33,8 +33,8 @@ from lightning_zero.extensions.monitors import memory_stats
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.wires import residuals_of
 from tests.helpers.world import run_world
-from tests.thorough.nodes.test_shard_within import Net, near, same, whole
 from tests.thorough.races.simulated import simulated_device
+from tests.world.strategy.test_shard_within import Net, near, same, whole
 
 pytestmark = pytest.mark.usefixtures("one_host")
 

@@ -26,7 +26,7 @@ from lightning_zero.comm.groups import RANKS_PER_HOST
 from lightning_zero.extensions.monitors import memory_stats
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import WorldError, run_world
-from tests.thorough.nodes.test_shard_within import Net, same, whole
+from tests.world.strategy.test_shard_within import Net, same, whole
 
 pytestmark = pytest.mark.usefixtures("one_host")
 
