@@ -22,7 +22,7 @@ from lightning_zero import ZeroPrecision, ZeroStrategy, build_plan, full_paramet
 from lightning_zero.optim.gradients import LossScaler
 from lightning_zero.shards.binding import is_absent
 from tests.helpers import runs
-from tests.helpers.cases import WIDTH, Block, Case, Stack, case, features
+from tests.helpers.cases import WIDTH, Block, Case, Stack, case, features, mse
 from tests.helpers.models import ZOO
 from tests.helpers.probe import Probe, fit, masters, pairwise_mean
 from tests.helpers.rows import Row, compared, in_one_world
@@ -327,10 +327,49 @@ def train_masters(model: Case, stage: int, plugin: ZeroPrecision, steps: int) ->
     return masters(probe)
 
 
+def full_parameters_shows_masters_in_the_middle_of_training() -> Row:
+    """16 bits of bf16 cannot hold them: the values have more."""
+
+    class Look(pl.Callback):
+        def __init__(self) -> None:
+            self.exact: list[bool] = []
+
+        def on_train_batch_end(
+            self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            with full_parameters(module):
+                engine = trainer.strategy.engine
+                for name, parameter in module.named_parameters():
+                    shard = engine.shards[name]
+                    own = parameter.detach().flatten()[shard.start : shard.start + shard.data.numel()]
+                    self.exact.append(parameter.dtype is torch.float32 and torch.equal(own, shard.data))
+                weight = module.model.stem.weight
+                self.exact.append(not torch.equal(weight, weight.bfloat16().float()))
+
+    def run(rank: int) -> list[bool]:
+        exact: list[bool] = []
+        for stage in STAGES:
+            look = Look()
+            fit(
+                Probe(case("plain", Stack, loss=mse)),
+                stage=stage,
+                micro_steps=2,
+                callbacks=[look],
+                options={"plugins": make_plugin("bf16-mixed")},
+            )
+            exact += look.exact
+        return exact
+
+    for exact in (yield run):
+        assert exact
+        assert all(exact)
+
+
 def test_buffers_norms_and_modules_in_full_precision() -> None:
     in_one_world(
         2,
         the_trainer_s_flag_is_the_plugin(),
+        full_parameters_shows_masters_in_the_middle_of_training(),
         *map(buffers_and_batch_norm_stay_in_float32, (False, True)),
         true_half_precision_is_ddp_s(lambda: Net(Rotary), "bf16-true"),
         true_half_precision_is_ddp_s(Configured, "16-true"),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.errors import ParameterAccessError
-from tests.helpers.cases import Stack
+from tests.helpers.cases import Block, Stack
 from tests.helpers.rows import Row, compared, in_one_world
 from tests.helpers.runs import (
     Net,
@@ -24,6 +24,7 @@ from tests.helpers.runs import (
     quiet,
     zero,
 )
+from tests.helpers.training import order_changes
 
 
 class Recomputed(Stack):
@@ -53,6 +54,52 @@ def activation_checkpointing_with_dropout(use_reentrant: bool) -> Row:
         )
 
     assert_same((yield compared(play)))
+
+
+def recomputed_blocks_share_one_slot_in_a_steady_order(use_reentrant: bool) -> Row:
+    """With ``prefetch=0`` a block that is recomputed has to lie beside its slot while the one behind it computes."""
+
+    def play(rank: int) -> list[str]:
+        with order_changes() as found, quiet():
+            fit(zero(3, prefetch=0), Net(functools.partial(Recomputed, use_reentrant)))
+        return found
+
+    assert (yield play) == [[], []]
+
+
+class Teacher(Net):
+    """A block computes while another one is recomputed; and the block that had its slot is left out later on."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: Stack(*[Block() for _ in range(9)]))
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = self.model.layers
+        self.count += 1
+
+        def region(x: Tensor) -> Tensor:
+            student = layers[1](x)
+            with torch.no_grad():
+                teacher = layers[0](x)
+            return student + teacher
+
+        x = checkpoint(region, layers[3](self.model.stem(x)), use_reentrant=True)
+        return self.model.head(layers[6](x) if self.count <= 3 else x)
+
+
+def what_was_to_lie_beside_its_slot_and_finds_it_free_stays_until_it_has_computed() -> Row:
+    def play(rank: int) -> list[list[Tensor]]:
+        found = []
+        for strategy in (zero(1), zero(3, prefetch=2)):
+            module = Teacher()
+            with quiet():
+                fit(strategy, module, 7)
+            found.append(list(module.losses))
+        return found
+
+    for first, third in (yield play):
+        assert all(map(torch.equal, first, third))
 
 
 class CompiledBlocks(Net):
@@ -120,6 +167,8 @@ def test_recomputation_and_callbacks() -> None:
     in_one_world(
         2,
         *map(activation_checkpointing_with_dropout, (True, False)),
+        *map(recomputed_blocks_share_one_slot_in_a_steady_order, (True, False)),
+        what_was_to_lie_beside_its_slot_and_finds_it_free_stays_until_it_has_computed(),
         a_callback_reads_parameters_where_they_are_whole_and_is_told_where_they_are_not(),
         blocks_compiled_in_configure_model_train_as_eager_ones(),
     )

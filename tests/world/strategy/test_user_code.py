@@ -11,6 +11,7 @@ import copy
 import io
 import re
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -170,6 +171,7 @@ WEIGHTS = {"weight": torch.eye(10), "bias": torch.zeros(10)}
 WRITES = {
     "momentum encoder in a step": Case("training_step", average_in_place, GATHERED),
     "momentum encoder after a batch": Case("on_train_batch_end", average_in_place, SHARDED),
+    "vector at the start": Case("on_train_start", from_vector, SHARDED),
     "in a forward that raises": Case("training_step", at(1, write_in_a_forward_that_raises), GATHERED),
     "vector before a step": Case("on_before_optimizer_step", at(1, from_vector), SHARDED),
     "initialiser": Case("on_train_batch_end", at(1, seeded(lambda net: nn.init.trunc_normal_(net.b.weight))), SHARDED),
@@ -185,6 +187,7 @@ WRITES = {
     "put aside": Case("on_train_batch_end", put_aside, READ_ONLY),
     "cast that changes nothing": Case("training_step", lambda net: net.to(torch.float32)),
     "other values on each rank": Case("on_train_batch_end", scale_by_rank, OTHERS),
+    "other values on each rank, in a step": Case("training_step", scale_by_rank, {**OTHERS, **GATHERED}),
     "on one rank only": Case(
         "on_train_batch_end",
         at(1, lambda net: setattr(net.b.weight, "data", torch.eye(10)) if net.global_rank else None),
@@ -257,6 +260,17 @@ def load_scaled(net: Net) -> None:
     optimizer.load_state_dict(saved)
 
 
+def rewind_twice(net: Net) -> None:
+    """To what was saved once, which the steps in between have not changed."""
+    optimizer = optimizer_of(net)
+    if net.number == 0:
+        net.saved = copy.deepcopy(optimizer.state_dict())  # type: ignore[assignment]
+    else:
+        optimizer.load_state_dict(
+            net.saved if isinstance(net.trainer.strategy, ZeroStrategy) else copy.deepcopy(net.saved)
+        )
+
+
 def load_whole(net: Net) -> None:
     optimizer = optimizer_of(net)
     saved = optimizer.state_dict()
@@ -289,10 +303,16 @@ OPTIMIZERS = {
         "on_train_batch_end", at(1, lambda net: optimizer_of(net).state.pop(net.b.weight))
     ),
     "states cleared": Case("on_train_batch_end", at(1, lambda net: optimizer_of(net).state.clear())),
+    "another dictionary of states": Case(
+        "on_train_batch_end", at(1, lambda net: setattr(optimizer_of(net), "state", defaultdict(dict)))
+    ),
+    "momentum replaced": Case("on_train_batch_end", lambda net: state_of(net).update(exp_avg=torch.eye(10)), STATE),
     "load_state_dict": Case("on_train_batch_end", at(2, load_scaled), STATE),
+    "load_state_dict, again and again": Case("on_train_batch_end", rewind_twice),
     "load_state_dict, whole": Case("on_train_batch_end", at(2, load_whole)),
     "fewer parameters": Case("on_train_batch_end", at(1, keep_matrices)),
     "optimizer.zero_grad in a hook": Case("on_after_backward", at(2, lambda net: optimizer_of(net).zero_grad())),
+    "the same to zeros": Case("on_after_backward", at(2, lambda net: optimizer_of(net).zero_grad(set_to_none=False))),
     "norm of a momentum": Case("on_train_batch_end", lambda net: state_of(net)["exp_avg"].norm(), STATE),
     "momentum of one rank": Case(
         "on_train_batch_end",
