@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -293,6 +294,7 @@ def test_an_interrupt_while_a_disk_is_slow(tmp_path: Path) -> None:
                 if call.kind == "read" and not interrupted.is_set():
                     interrupted.set()
                     os.kill(os.getpid(), signal.SIGINT)
+                    time.sleep(0.05)  # the main thread waits for the disk meanwhile
 
             disk.before = before
             with pytest.raises(KeyboardInterrupt):
