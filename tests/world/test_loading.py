@@ -6,6 +6,7 @@ import enum
 import json
 import os
 import shutil
+import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -309,6 +310,16 @@ def test_what_a_checkpoint_may_have_its_module_built_by(
     assert_alike(dict(expected), seen(lambda: load_from_checkpoint(Anything, directory)))
     refused = instantiator in ("os.system", 7) or class_path == "antigravity.Anything"
     assert expected.get("error") is (ValueError if refused else None)
+
+
+def test_a_class_is_not_imported_where_lightning_does_not_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its earlier releases."""
+    monkeypatch.setattr(saving, "_is_imported_subclass", lambda *_: True, raising=False)
+    built_by = {"_instantiator": "lightning.pytorch.cli.instantiate_module", "_class_path": "antigravity.Anything"}
+    _, directory = saved(Anything(6), tmp_path, hyper_parameters={"width": 6, **built_by})
+    with pytest.raises(ValueError, match=r"'antigravity\.Anything', which is not an imported subclass of Anything"):
+        load_from_checkpoint(Anything, directory)
+    assert "antigravity" not in sys.modules
 
 
 def test_strictness_that_contradicts_the_module(tmp_path: Path) -> None:
