@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "lightning_zero"
 # How many of each kind.
 KINDS = {"operator": 15, "condition": 18, "removed call": 17, "wrong group": 5, "wrong divisor": 5}
-DEADLINE = 3600.0  # seconds for the tests of one mutation. Each has its own deadline, where a hang is found
+DEADLINE = 3600.0  # seconds for a run of tests. Each test has its own, where a hang is found
 
 _OPERATORS: dict[type, type] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -46,16 +46,8 @@ _OPERATORS: dict[type, type] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.Mod: ast.FloorDiv,
 }  # fmt: skip
 _GROUPS = {"gather": "reduce", "reduce": "gather", "shard": "control", "control": "shard", "checkpoint": "control"}
-_SAID = {
-    "warn",
-    "rank_zero_warn",
-    "rank_zero_info",
-    "info",
-    "debug",
-    "warning",
-    "print",
-    "__init__",
-}  # only said, or all
+# Calls that only say something, or without which nothing is made at all.
+_LEFT = {"warn", "rank_zero_warn", "rank_zero_info", "info", "debug", "warning", "print", "__init__"}
 
 
 class Mutation(NamedTuple):
@@ -119,12 +111,11 @@ def mutations_of(name: str, text: str) -> Iterator[Mutation]:
                     yield mutation("condition", test, ast.UnaryOp(ast.Not(), test))
             case ast.Attribute(attr="divisor", ctx=ast.Load()):
                 yield mutation("wrong divisor", node, _one_more(node))
-            case ast.Attribute(attr=attribute, value=value, ctx=ast.Load()) if attribute in _GROUPS and _is_groups(
-                value
-            ):
-                yield mutation("wrong group", node, changed(node, attr=_GROUPS[attribute]))
+            case ast.Attribute(attr=attribute, value=value, ctx=ast.Load()) if attribute in _GROUPS:
+                if ast.unparse(value).rpartition(".")[2] in ("groups", "across"):
+                    yield mutation("wrong group", node, changed(node, attr=_GROUPS[attribute]))
             case ast.Expr(value=ast.Call(func=function)):
-                if ast.unparse(function).rpartition(".")[2] not in _SAID:
+                if ast.unparse(function).rpartition(".")[2] not in _LEFT:
                     yield mutation("removed call", node, "None")
         for child in ast.iter_child_nodes(node):
             yield from walk(child)
@@ -142,10 +133,6 @@ def _is_text(node: ast.BinOp) -> bool:
 
 def _one_more(node: Any) -> ast.BinOp:
     return ast.BinOp(copy.deepcopy(node), ast.Add(), ast.Constant(1))
-
-
-def _is_groups(node: ast.AST) -> bool:
-    return ast.unparse(node).rpartition(".")[2] in ("groups", "across")
 
 
 def chosen(root: Path, seed: int) -> list[Mutation]:
@@ -209,9 +196,9 @@ def _noting(root: Path, mutations: list[Mutation]) -> None:
         of_file[mutation.file].append((number, mutation))
     for name, places in of_file.items():
         data = (root / name).read_bytes()
-        inserts = [(mutation.start, 1, f"(mutation_passed({number}) and (") for number, mutation in places]
-        inserts += [(mutation.end, 0, "))") for _, mutation in places]
-        for at, _, text in sorted(inserts, reverse=True):
+        inserts = [(mutation.start, f"(mutation_passed({number}) and (") for number, mutation in places]
+        inserts += [(mutation.end, "))") for _, mutation in places]
+        for at, text in sorted(inserts, reverse=True):
             data = data[:at] + text.encode() + data[at:]
         (root / name).write_bytes(data)
     init = root / PACKAGE / "__init__.py"
@@ -261,7 +248,14 @@ def _reached(root: Path, mutations: list[Mutation]) -> list[list[str]]:
     hits, times = root / "hits", root / "times"
     hits.touch()
     code, said = _pytest(
-        root, "-n", "2", "-p", "tests.mutations", deadline=3600.0, MUTATIONS_HITS=str(hits), MUTATIONS_TIMES=str(times)
+        root,
+        "-n",
+        "2",
+        "-p",
+        "tests.mutations",
+        deadline=DEADLINE,
+        MUTATIONS_HITS=str(hits),
+        MUTATIONS_TIMES=str(times),
     )
     if code != 0:
         print(f"Without a mutation the suite fails:\n{textwrap.indent(said[-3000:], '    ')}", file=sys.stderr)
@@ -333,7 +327,7 @@ def main(arguments: list[str] | None = None) -> int:
                 if by:
                     found[mutation] = by
             rest = [mutation for mutation in mutations if mutation not in found]
-            reached = _reached(_copied(Path(folder, "noting")), rest)
+            reached = _reached(_copied(Path(folder, "noting")), rest) if rest else []
             for mutation, by in zip(rest, pool.map(play, rest, reached), strict=True):
                 found[mutation] = by
                 if options.record:

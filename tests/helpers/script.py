@@ -143,9 +143,6 @@ def _be_a_program(
         for number, path in enumerate(outputs, start=1):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
         sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
-        logging.disable(logging.NOTSET)
-        for name in ("lightning.pytorch", "lightning.fabric"):  # whatever tests before have made of them
-            logging.getLogger(name).setLevel(logging.INFO)
         for logger in (logging.getLogger(), *map(logging.getLogger, ("lightning.pytorch", "lightning.fabric"))):
             for handler in logger.handlers:
                 if type(handler) is logging.StreamHandler:

@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import (
     ModelParallelStrategy,
     StrategyRegistry,
 )
+from lightning_utilities.core import rank_zero
 
 import lightning_zero
 from tests.helpers.script import ROOT
@@ -94,7 +95,8 @@ def test_names_of_strategies_are_registered() -> None:
     assert {"zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"} <= shown
 
 
-def test_the_trainer_of_the_twin_package_refuses_the_strategy() -> None:
+def test_the_trainer_of_the_twin_package_refuses_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_zero, "log", rank_zero.log)  # which the twin takes for itself when it is imported
     twin = pytest.importorskip("pytorch_lightning")
     for strategy in ("zero3", lightning_zero.ZeroStrategy()):
         with pytest.raises(ValueError, match=r"invalid strategy name: `strategy=('zero3'|<ZeroStrategy for )"):
