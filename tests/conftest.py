@@ -47,6 +47,7 @@ import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
 import torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook  # noqa: E402  (by DDPStrategy)
 from lightning.fabric.utilities import registry  # noqa: E402
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector  # noqa: E402
 
 import lightning_zero  # noqa: E402
 from lightning_zero.comm.groups import RANKS_PER_HOST  # noqa: E402
@@ -60,6 +61,10 @@ for _module in pkgutil.walk_packages(lightning_zero.__path__, "lightning_zero.")
 # Every Trainer asks what callbacks are installed, which reads the folders of all packages: a twentieth of a short fit.
 registry.entry_points = functools.cache(registry.entry_points)
 registry._load_external_callbacks("lightning.pytorch.callbacks_factory")
+
+# A Trainer's teardown sets every signal back, and nothing would say any more where a process or a fork of it crashed.
+_FATAL = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
+_SignalConnector._valid_signals = staticmethod(lambda: signal.valid_signals() - _FATAL)
 
 if not torch.accelerator.is_available():
     # Seeding notes a stack of the whole program for each kind of device that is not there: an eighth of a short fit.

@@ -283,7 +283,7 @@ def _child(rank: int, setting: _Setting, function: Callable[..., Any], args: Seq
         with open(setting.directory / f"{rank}.stacks", "w") as stacks:
             faulthandler.enable(stacks)
             faulthandler.register(signal.SIGUSR1, stacks)
-            # Also by the clock: a Trainer's teardown sets every signal back, which undoes the line above.
+            # Also by the clock: a Trainer's teardown sets this signal back, which undoes the line above.
             faulthandler.dump_traceback_later(setting.timeout, file=stacks)
             try:
                 _prepare(rank, setting)

@@ -151,7 +151,7 @@ def shown() -> list[object]:
 
 @pytest.mark.parametrize(("command", "text"), shown())
 def test_what_is_shown_is_what_is_printed(capsys: pytest.CaptureFixture[str], command: str, text: str) -> None:
-    program, *arguments = shlex.split(command)
+    program, *arguments = shlex.split(command, comments=True)
     assert program == "lightning-zero"
     main(arguments)
     assert capsys.readouterr().out == text
@@ -159,7 +159,7 @@ def test_what_is_shown_is_what_is_printed(capsys: pytest.CaptureFixture[str], co
 
 @pytest.mark.parametrize("command", commands())
 def test_command_runs(tmp_path: Path, command: str) -> None:
-    program, *arguments = shlex.split(command)
+    program, *arguments = shlex.split(command, comments=True)
     if program in ("pip", "pytest", "pre-commit", "sphinx-build", ".ci/run", "ruff", "mypy", "codespell", "proselint"):
         return  # what `.ci/run` does, of which this is a part
     if "fine_tune.py" in command:

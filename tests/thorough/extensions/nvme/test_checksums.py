@@ -48,7 +48,7 @@ def through_windows(opened: NvmeStore, resting: FileTensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("how", ["whole", "part", "windows", "written beside"])
+@pytest.mark.parametrize("how", ["whole", "direct", "part", "windows", "written beside"])
 def test_a_flipped_bit_is_an_error_that_says_where(tmp_path: Path, name: str, how: str) -> None:
     with store(tmp_path, Disk(direct=NAMES[name])) as opened:
         opened.allocate(5, torch.float32, "something before")
@@ -57,7 +57,8 @@ def test_a_flipped_bit_is_an_error_that_says_where(tmp_path: Path, name: str, ho
         assert torch.equal(resting.read(), values())
         flip(data(opened), resting, 2 * STEP + 5, bit=3)
         read = {
-            "whole": resting.read,
+            "whole": lambda: resting.read_into(torch.zeros(NUMEL + 8)[8:]),  # never at the start of a page
+            "direct": lambda: resting.read_into(pages(14).view(torch.float32)[:NUMEL]),  # whole pages, then the rest
             "part": resting.part(2 * STEP + 5, 1).read,
             "windows": lambda: through_windows(opened, resting),
             "written beside": lambda: resting.write(torch.zeros(3), 2 * STEP + 8),  # keeps the rest of the page
@@ -65,7 +66,9 @@ def test_a_flipped_bit_is_an_error_that_says_where(tmp_path: Path, name: str, ho
         with pytest.raises(OffloadError) as caught:
             read()
         page = 4096 + 2 * STEP * 4
-        start, end = {"whole": (0, NUMEL), "windows": (2 * STEP, 3 * STEP)}.get(how, (2 * STEP, 2 * STEP + 1024))
+        start, end = {"whole": (0, NUMEL), "direct": (0, NUMEL // 1024 * 1024), "windows": (2 * STEP, 3 * STEP)}.get(
+            how, (2 * STEP, 2 * STEP + 1024)
+        )
         assert str(caught.value) == (
             f"Rank 3: exp_avg of unit 1 (the window of elements {start} to {end}, at byte {4096 + start * 4}) "
             f"of '{opened.folder}/data' differs from what was written: 1 of {-(-(end - start) // 1024)} pages "
