@@ -3,7 +3,8 @@
 [Note: cast in the engine, not by autocast]
 Under autocast over fp32 weights, autograd keeps a 16-bit copy of every weight alive until backward: a full 16-bit model
 that sharding was to avoid. So mixed precision here gathers 16-bit copies of the fp32 masters, and autocast (which stays
-on, for the operations it keeps in fp32) finds the weights in its dtype already.
+on, for the operations it keeps in fp32) finds the weights in its dtype already. Without autocast these compute in 16
+bits too, and norms keep no fp32 copy of what they normalise.
 """
 
 from __future__ import annotations
@@ -53,6 +54,10 @@ _SCALES = (
 _TWO_DTYPES = re.compile(  # torch's messages
     "same dtype|expected scalar type|mixed dtype|Low precision dtypes not|not implemented for '(BFloat16|Half)'"
 )
+_WITHOUT_AUTOCAST = (
+    "With autocast=False weights and the batch are in 16 bits. Cast what is not, such as buffers and what a step makes "
+    "in float32: `x.to(self.weight.dtype)`. Or leave autocast on: Trainer(precision='bf16-mixed')."
+)
 _IN_16_BITS = (
     "In mixed precision modules compute with 16-bit copies of their weights. Where your code has switched autocast off "
     "for a module that is to compute in float32 (`with torch.autocast(..., enabled=False): self.router(x.float())`), "
@@ -79,6 +84,10 @@ class ZeroPrecision(Dtypes, Precision):
             the modules that your code calls with autocast switched off. Naming the whole module (your
             ``LightningModule``) gives DDP's numbers under autocast, for twice the memory and traffic of the weights to
             compute with.
+        autocast: under mixed precision, whether steps run under autocast, which is Lightning's meaning of
+            ``bf16-mixed``. ``False`` is that of FSDP2's ``MixedPrecisionPolicy`` and of DeepSpeed's ``bf16``: the batch
+            is cast to 16 bits, and norms and losses compute in them too, for smaller activations. Cast buffers
+            yourself, and tensors that a step makes.
 
     Under mixed precision buffers, batch norm layers and metrics keep their dtype.
 
@@ -93,6 +102,7 @@ class ZeroPrecision(Dtypes, Precision):
         scaler: torch.amp.GradScaler | None = None,
         buffers: BuffersName = "cast",
         full_precision: Sequence[str] = (),
+        autocast: bool = True,
     ) -> None:
         if precision not in get_args(PrecisionName):
             raise ValueError(
@@ -116,7 +126,13 @@ class ZeroPrecision(Dtypes, Precision):
                 "full_precision must be a list of class names such as ['Router'], and only applies to bf16-mixed and "
                 f"16-mixed, got full_precision={full_precision!r} with precision={precision!r}."
             )
+        if not autocast and precision not in MIXED_DTYPES:
+            raise ValueError(
+                f"Only bf16-mixed and 16-mixed run under autocast, got autocast={autocast!r} with "
+                f"precision={precision!r}. Leave autocast out."
+            )
         self.precision = precision
+        self.autocast = autocast
         self.full_precision: Sequence[str] = tuple(full_precision)
         self.buffers = buffers
         self.scaler: LossScaler | None = None
@@ -219,29 +235,28 @@ class ZeroPrecision(Dtypes, Precision):
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Around every step method: autocast, or the default dtype."""
+        """Around every step method: autocast or none, or the default dtype."""
         if self.precision in MIXED_DTYPES:
+            dtype, enabled = MIXED_DTYPES[self.precision], self.autocast
             with (
-                torch.autocast(self._device_type, dtype=MIXED_DTYPES[self.precision], cache_enabled=False),
+                torch.autocast(self._device_type, dtype=dtype, enabled=enabled, cache_enabled=False),
                 _no_fast_path(),
             ):
                 try:
                     yield
                 except RuntimeError as error:
                     if _TWO_DTYPES.search(str(error)) and not isinstance(error, ZeroError):
-                        raise ParameterAccessError(f"{error}. {_IN_16_BITS}") from error
+                        why = _IN_16_BITS if self.autocast else _WITHOUT_AUTOCAST
+                        raise ParameterAccessError(f"{error}. {why}") from error
                     raise
         else:
             with self.tensor_init_context():
                 yield
 
     def convert_input(self, data: Any) -> Any:
-        """Floating inputs get the dtype of the weights, for the ``-true`` precisions."""
-        if self.precision not in TRUE_DTYPES:
-            return data
-        return apply_to_collection(
-            data, function=_convert_fp_tensor, dtype=Tensor, dst_type=TRUE_DTYPES[self.precision]
-        )
+        """Floating inputs get the dtype of the weights, for the ``-true`` precisions and without autocast."""
+        dtype = TRUE_DTYPES.get(self.precision) if self.autocast else self.param_dtype
+        return data if dtype is None else apply_to_collection(data, Tensor, _convert_fp_tensor, dst_type=dtype)
 
     def convert_output(self, data: Any) -> Any:
         """What a module returns in Fabric: in the default dtype, whatever it was computed in."""

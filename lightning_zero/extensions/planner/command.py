@@ -137,7 +137,7 @@ class Planner:
         if self.config.activations != MEASURED:
             return None, ""
         settings: Any = {name: self.settings.get(name) for name in ("param_dtype", "full_precision", "units")}
-        settings |= {"accelerator": not self.on_host, "policy": policy}
+        settings |= {"accelerator": not self.on_host, "policy": policy, "autocast": precision.autocast}
         model: Any = self.model
         size, length = self.config.batch_size, self.config.sequence_length
         with ExitStack() as stack:
@@ -386,8 +386,7 @@ def precision_of(config: Namespace) -> ZeroPrecision:
     for plugin in trainer.plugins if isinstance(trainer.plugins, list) else [trainer.plugins]:
         if isinstance(plugin, Namespace) and plugin.class_path.rpartition(".")[2] == "ZeroPrecision":
             given = arguments_of(plugin)
-            names = ("precision", "reduce_dtype", "full_precision")
-            return ZeroPrecision(**{name: given[name] for name in names if name in given})
+            return ZeroPrecision(**{name: value for name, value in given.items() if name != "scaler"})
     precision: Any = _PRECISION_INPUT_STR_ALIAS_CONVERSION.get(name, name)
     return ZeroPrecision(precision)
 

@@ -66,6 +66,7 @@ def measure_activations(
     *,
     param_dtype: torch.dtype | None = None,
     full_precision: Sequence[str] = (),
+    autocast: bool = True,
     accelerator: bool = False,
     policy: ActivationsLike = None,
     units: UnitsLike | None = None,
@@ -76,7 +77,7 @@ def measure_activations(
         model: with a ``training_step``, or called with the batch, whose items may be arguments; may be on the meta
             device. Its loss is what it returns as ``loss``, or the sum of its outputs. Not changed.
         batch: of one rank. Only its shapes and dtypes are looked at.
-        param_dtype, full_precision: as in ``build_plan``; the step is run under autocast to the former.
+        param_dtype, full_precision: as in ``build_plan``; the step is run under ``autocast`` to the former.
         accelerator: whether ranks compute on one.
         policy, units: the strategy's ``activations`` and ``units``.
 
@@ -98,7 +99,7 @@ def measure_activations(
             stack.callback(log.setLevel, log.level)
             log.setLevel(logging.CRITICAL)  # it tells of operators that fail, with their traceback, and so does ours
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            if param_dtype is not None:
+            if autocast and param_dtype is not None:
                 stack.enter_context(torch.autocast(device.type, dtype=param_dtype, cache_enabled=False))
             stack.enter_context(_AsOnAccelerators() if accelerator and device.type == "cpu" else nullcontext())
             step = _Step(model, dtypes, device, policy.min_kib * 1024 if policy.offload and accelerator else None)

@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 from torchmetrics import MeanMetric
 
 from lightning_zero import ZeroPrecision, ZeroStrategy, build_plan, full_parameters
@@ -279,8 +280,11 @@ def buffers_of_a_module_on_meta(buffers: Any) -> Row:
 # bf16-mixed against a hand-written loop
 
 
-def by_hand(model: Case, reduce_dtype: torch.dtype | None, steps: int) -> dict[str, Tensor]:
-    """fp32 masters and AdamW over them, a bf16 copy that computes, gradients averaged in rank order. Collective."""
+def by_hand(model: Case, reduce_dtype: torch.dtype | None, steps: int, autocast: bool) -> dict[str, Tensor]:
+    """fp32 masters and AdamW over them, a bf16 copy that computes, gradients averaged in rank order. Collective.
+
+    Without autocast the inputs are cast, and nothing else.
+    """
     module = build(model)
     half = copy.deepcopy(module)
     for child in half.modules():
@@ -289,8 +293,11 @@ def by_hand(model: Case, reduce_dtype: torch.dtype | None, steps: int) -> dict[s
                 parameter.data = parameter.data.bfloat16()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, weight_decay=0.1, eps=1e-4)
     for step in range(steps):
-        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-            loss = model.loss(half, model.batch(dist.get_rank(), step))
+        batch = model.batch(dist.get_rank(), step)
+        if not autocast:
+            batch = tree_map_only(Tensor, lambda x: x.bfloat16() if x.is_floating_point() else x, batch)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
+            loss = model.loss(half, batch)
         half.zero_grad()
         loss.backward()
         for master, parameter in zip(module.parameters(), half.parameters(), strict=True):
@@ -306,17 +313,18 @@ def by_hand(model: Case, reduce_dtype: torch.dtype | None, steps: int) -> dict[s
 def test_bf16_mixed_is_the_hand_written_loop() -> None:
     def run(rank: int) -> None:
         ends = []
-        for reduce_dtype in (None, "bfloat16"):
+        for reduce_dtype, autocast in ((None, True), ("bfloat16", True), (None, False)):
             for model, stages in ((NORMED, STAGES), (ZOO["gpt_tied"], (3,))):
-                expected = by_hand(model, getattr(torch, reduce_dtype) if reduce_dtype else None, 5)
+                expected = by_hand(model, getattr(torch, reduce_dtype) if reduce_dtype else None, 5, autocast)
                 for stage in stages:
-                    plugin = make_plugin("bf16-mixed", reduce_dtype=reduce_dtype)
+                    plugin = make_plugin("bf16-mixed", reduce_dtype=reduce_dtype, autocast=autocast)
                     actual = train_masters(model, stage, plugin, 5)
                     assert expected.keys() == actual.keys()
                     wrong = [name for name, value in expected.items() if not torch.equal(value, actual[name])]
-                    assert not wrong, f"stage {stage}, averaged in {reduce_dtype}: {wrong}"
+                    assert not wrong, f"stage {stage}, averaged in {reduce_dtype}, autocast {autocast}: {wrong}"
             ends.append(actual)
-        assert not equal(*ends), "the dtype of the average makes no difference"
+        for one, other in itertools.combinations(ends, 2):
+            assert not equal(one, other), "a setting makes no difference"
 
     run_world(3, run, timeout=120)
 
@@ -365,7 +373,7 @@ def full_parameters_shows_masters_in_the_middle_of_training() -> Row:
         assert all(exact)
 
 
-def test_buffers_norms_and_modules_in_full_precision() -> None:
+def test_buffers_norms_and_modules_in_full_precision(tmp_path: Path) -> None:
     in_one_world(
         2,
         the_trainer_s_flag_is_the_plugin(),
@@ -377,6 +385,7 @@ def test_buffers_norms_and_modules_in_full_precision() -> None:
         *map(wide_inputs_of_narrow_norms, MIXED),
         a_module_may_compute_in_full_precision(),
         a_module_in_full_precision_has_the_bits_of_autocast(),
+        all_computes_in_16_bits_without_autocast(tmp_path),
     )
 
 
@@ -560,6 +569,7 @@ SETTINGS: list[tuple[Callable[[], Any], str]] = [
     (lambda: ZeroPrecision("bf16-true", buffers="none"), "buffers='none'"),
     (lambda: ZeroPrecision("bf16-mixed", buffers="keep"), "'keep' only applies to bf16-true and 16-true"),
     (lambda: ZeroPrecision("64-true", buffers="keep"), "'keep' only applies to bf16-true and 16-true"),
+    (lambda: ZeroPrecision("bf16-true", autocast=False), "autocast=False with precision='bf16-true'"),
 ]
 
 
@@ -694,6 +704,50 @@ def a_module_in_full_precision_has_the_bits_of_autocast() -> Row:
         assert all(torch.equal(torch.stack(ddp), torch.stack(other)) for other in ours)
         assert "Low precision dtypes" in told[0]
         assert "full_precision=['Router']" in told[0]
+
+
+class Without(nn.Module):
+    """Adds a ``float32`` buffer to what it computes in 16 bits, and goes on with the sum or with its first dtype."""
+
+    def __init__(self, cast: bool) -> None:
+        super().__init__()
+        self.cast, self.first, self.norm = cast, nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.router, self.second = Router(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("offset", torch.linspace(0, 1, WIDTH))
+        self.seen: set[torch.dtype] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x.to(self.first.weight.dtype)))
+        self.seen |= {x.dtype, self.router(x.float()).dtype}
+        return self.second((x + self.offset).to(x.dtype if self.cast else torch.float32)).float()
+
+
+def all_computes_in_16_bits_without_autocast(folder: Path) -> Row:
+    """Norms too, but for a class that is named; resuming goes on with the same bits; who forgets a cast is told."""
+
+    def world(rank: int) -> tuple[list[list[Tensor]], list[set[torch.dtype]], list[str]]:
+        losses, seen, told = [], [], list[str]()
+        plugin = {"plugins": [ZeroPrecision("bf16-mixed", full_precision=["Router"], autocast=False)]}
+        for stage in STAGES:
+            module = Net(lambda: Without(cast=True))
+            resumed, whole, path = Net(lambda: Without(cast=True)), Net(lambda: Without(cast=True)), folder / str(stage)
+            with runs.quiet():
+                runs.fit(ZeroStrategy(stage), module, count=2, **plugin).save_checkpoint(path)
+                trainer = runs.make_trainer(ZeroStrategy(stage), max_epochs=2, **plugin)
+                trainer.fit(resumed, runs.batches(2), ckpt_path=path)
+                runs.fit(ZeroStrategy(stage), whole, count=2, max_epochs=2, **plugin)
+            losses += [module.losses + resumed.losses, whole.losses]
+            seen.append(whole.model.seen)
+            with runs.quiet(), runs.raised(told):
+                runs.fit(ZeroStrategy(stage), Net(lambda: Without(cast=False)), count=1, **plugin)
+        return losses, seen, told
+
+    for losses, seen, told in (yield world):
+        assert len(losses[0]) == 4
+        assert all(torch.equal(torch.stack(losses[0]), torch.stack(other)) for other in losses)
+        assert seen == [{torch.bfloat16, torch.float32}] * 3
+        assert len(told) == 3
+        assert all("such as buffers" in message for message in told)
 
 
 def test_a_class_in_full_precision_has_to_be_there() -> None:

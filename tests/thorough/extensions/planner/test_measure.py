@@ -196,6 +196,8 @@ def test_norms_are_in_full_precision_on_accelerators() -> None:
     settings = {"param_dtype": torch.bfloat16}
     here, there = (measure_activations(GPT(), text(), accelerator=on, **settings) for on in (False, True))
     assert there.saved > 1.1 * here.saved
+    without = measure_activations(GPT(), text(), accelerator=True, autocast=False, **settings)
+    assert without.saved < here.saved
 
 
 def test_nothing_is_left_in_the_module() -> None:
