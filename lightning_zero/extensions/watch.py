@@ -19,29 +19,31 @@ Our own code notes what it waits for (``comm/control.py``). For a call of torch.
 the stacks of all threads show that a thread is in such a function. Its group is the one, of those that are not ours,
 whose count of collectives has grown last. Where several have, nobody judges.
 
-[Note: stacks as text]
-``faulthandler`` writes the stacks: it makes no objects, and no other thread runs meanwhile. To make a frame object may
-begin a garbage collection, which may let other threads run; in Python 3.11 the frame may have ended then, and its next
-use is a segmentation fault.
+[Note: stacks of other threads]
+To make a frame object may begin a garbage collection, which may let other threads run; in Python 3.11 the frame may
+have ended then, and its next use is a segmentation fault. So there is no collection meanwhile, and stacks are read at
+the begin of a time slice: no other thread runs before that is done, so that no frame, with the tensors in it, outlives
+its call. (``faulthandler`` makes no objects. But Python 3.11 lists a thread of C++ that comes to Python before it is
+complete, and who looks at all threads without the lock of that list then dies of it, about once in a day.)
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
+import gc
 import itertools
 import json
 import os
-import re
 import socket
+import sys
 import sysconfig
-import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -202,11 +204,10 @@ class Watch:
             self._tell(state="runs")
 
     def _run(self) -> None:
-        with self._stacks.file:
-            try:
-                self._look()
-            except RuntimeError:  # of the store, whose process has ended, of which gloo tells; or the connection is cut
-                self._look_alone()
+        try:
+            self._look()
+        except RuntimeError:  # of the store, whose process has ended, of which gloo tells; or the connection is cut
+            self._look_alone()
 
     def _look(self) -> None:
         wait: Wait | None = None
@@ -321,7 +322,6 @@ class _Stacks:
 
     def __init__(self, thread: int) -> None:
         self._thread = thread
-        self.file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         self._entered: dict[str, int] = {}  # by group, when last looked
         self._latest = ""  # the group that is not ours whose count has grown since then; empty: several have
 
@@ -335,18 +335,18 @@ class _Stacks:
         return self._noted(lines) or self._foreign(lines)
 
     def written(self) -> dict[int, list[_Line]]:
-        """The stacks of all threads, the innermost call first."""
-        self.file.seek(0)
-        self.file.truncate()
-        faulthandler.dump_traceback(self.file, all_threads=True)
-        self.file.seek(0)
-        stacks, lines = dict[int, list[_Line]](), list[_Line]()
-        for thread, *line in _STACKS.findall(self.file.read().decode("unicode_escape", "replace")):
-            if thread:
-                lines = stacks[int(thread, 16)] = []
-            else:
-                lines.append(_Line(*line))
-        return stacks
+        """The stacks of all threads, the innermost call first. See [Note: stacks of other threads]."""
+        collects = gc.isenabled()
+        time.sleep(0)
+        gc.disable()
+        try:
+            return {
+                thread: [_Line(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walk_stack(top)]
+                for thread, top in sys._current_frames().items()
+            }
+        finally:
+            if collects:
+                gc.enable()
 
     def _note_entered(self) -> None:
         entered = entered_collectives()
@@ -393,11 +393,8 @@ class _Stacks:
 
 class _Line(NamedTuple):
     file: str
-    number: str
+    number: int
     function: str
-
-
-_STACKS = re.compile(r'^(?:(?:Current t|T)hread 0x([0-9a-f]+).*|  File "(.*)", line (\S+) in (.*))$', re.MULTILINE)
 
 
 def _operation(lines: list[_Line]) -> str:
