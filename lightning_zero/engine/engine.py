@@ -408,7 +408,10 @@ class ZeroEngine:
             self._reducer.open(name, self.reduce_gradients)
 
     def before_unit_backward(self, call: ForwardCall) -> None:
-        """Make a unit available for its backward, and reshard those whose backward is over."""
+        """Make a unit available for its backward, and reshard those whose backward is over.
+
+        An embedding is not gathered. What is saved of it all the same, on this rank alone perhaps, the guard brings.
+        """
         unit, active = call.unit, self._schedule.guard.active
         if unit.version != call.version:
             check_weights(unit, call.version)
@@ -420,7 +423,7 @@ class ZeroEngine:
         for other in list(active):
             if other is not unit and other.plan.index not in unit.plan.ancestors:
                 self._finish(other)
-        if unit not in active:
+        if unit not in active and unit.read_in_backward:
             self._schedule.unshard(unit)
             active[unit] = (
                 self.means.spans.begin(Phase.BACKWARD, unit.name, unit.nbytes) if self.means.spans.heard else None

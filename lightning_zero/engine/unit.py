@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from lightning_zero._torch import untracked, version_of
+from lightning_zero._torch import forward_hooks, untracked, version_of
 from lightning_zero.comm import Content, Pending, Streams
 from lightning_zero.comm.streams import Event
 from lightning_zero.config import Tier
@@ -311,6 +311,17 @@ class ShardedUnit(Unit):
             hide(self._absent)
         self.storage, self.pending, self.pins, self.outstanding = None, [], 0, 0
         self.content += 1  # ranks have come to different places
+
+    @property
+    def read_in_backward(self) -> bool:
+        """Whether its backward may read the weights. That of an embedding with no hooks but the engine's does not."""
+        if not self.plan.looks_up:
+            return True
+        (module, _, _, weight), *_ = self.holders
+        of_module = *forward_hooks(module)[:2], module._backward_hooks, module._backward_pre_hooks
+        of_weight = weight._backward_hooks, weight._post_accumulate_grad_hooks
+        hooks = [len(table or ()) for table in (*of_module, *of_weight)]
+        return hooks != [1, 1, 0, 0, 0, 1] or "forward" in vars(module)
 
     def view_at(self, place: SavedPlace) -> Tensor:
         """What autograd has saved as ``place``, where the full parameters are now."""

@@ -172,6 +172,7 @@ class UnitPlan:
     # That its gradients use until they are reduced; None without trainable parameters, and where gradients are
     # replicated.
     gradient_slot: int | None = None
+    looks_up: bool = False  # whether its module is an embedding, whose backward needs no weights
 
     @property
     def parameters(self) -> tuple[ParameterSpec, ...]:
@@ -308,9 +309,10 @@ class ZeroPlan:
         slots the entirely frozen ones, which outlast the optimizer step.
 
         Every unit runs once per forward, in plan order, and once per backward: siblings in reverse, a unit before those
-        nested in it. A unit stays resident until another one is gathered into its slot, the root throughout. Weights do
-        not change between the micro-steps of a step, so residents stay valid; after the optimizer step all are stale
-        but those of entirely frozen units. Units without parameters (an empty root) are not gathered.
+        nested in it; embeddings in the forward alone. A unit stays resident until another one is gathered into its
+        slot, the root throughout. Weights do not change between the micro-steps of a step, so residents stay valid;
+        after the optimizer step all are stale but those of entirely frozen units. Units without parameters (an empty
+        root) are not gathered.
 
         An upper bound where autograd has no reason to run a unit's backward: a frozen unit with nothing trainable
         before it is gathered in forward only, which the plan cannot know.
@@ -324,6 +326,7 @@ class ZeroPlan:
         while waiting:
             backward.append(waiting.pop())
             waiting.extend(nested.get(backward[-1].index, ()))
+        backward = [unit for unit in backward if not unit.looks_up]
         resident: dict[int, int] = {}
         gathered: list[int] = []
         for _ in range(2):  # what the step before left behind is known only in the second one
@@ -467,6 +470,7 @@ class ZeroPlan:
                 depth=spec.depth,
                 ancestors=tuple(index_of[name] for name in spec.ancestors),
                 layouts=_layouts(spec.parameters, group_size, dtypes),
+                looks_up=spec.looks_up,
             )
             for index, spec in enumerate(specs)
         ]

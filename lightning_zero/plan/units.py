@@ -62,6 +62,7 @@ UNEVEN_RATIO = 8
 # Exact types: of the first the own ``forward`` uses the parameters; the second are gathered as one, never split.
 CERTAIN_LEAVES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag)
 CERTAIN_LEAVES += (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+LOOKUPS: tuple[type[nn.Module], ...] = (nn.Embedding,)  # exact types whose backward needs no weights
 WHOLE_MODULES: tuple[type[nn.Module], ...] = (nn.RNN, nn.LSTM, nn.GRU, nn.MultiheadAttention)
 CONTAINERS: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -74,6 +75,7 @@ class UnitSpec:
     parameters: tuple[ParameterSpec, ...]  # what the unit owns, in registration order
     depth: int = 0  # how many units may be computing around it (the longest path, if the module is shared)
     ancestors: tuple[str, ...] = ()  # names of those units, over all paths, outermost first
+    looks_up: bool = False  # whether its module is one of ``LOOKUPS``, and the weight is nobody else's
 
 
 def find_units(tree: ModuleTree, rules: Sequence[str] | None) -> tuple[UnitSpec, ...]:
@@ -93,7 +95,8 @@ def find_units(tree: ModuleTree, rules: Sequence[str] | None) -> tuple[UnitSpec,
         node = tree.nodes[index]
         around = [[above for above in path[:-1] if above in owned] for path in node.paths]
         names = tuple(tree.nodes[above].name for above in sorted(set().union(*around)))
-        found.append(UnitSpec(node.name, tuple(owned[index]), max(map(len, around)), names))
+        looks_up = type(node.module) in LOOKUPS and len(owned[index]) == 1 and not owned[index][0].aliases
+        found.append(UnitSpec(node.name, tuple(owned[index]), max(map(len, around)), names, looks_up))
     return tuple(found)
 
 
