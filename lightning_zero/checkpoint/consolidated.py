@@ -12,6 +12,7 @@ parameter index, and loads without this package.
 from __future__ import annotations
 
 import os
+import struct
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.format.record import RECORD_FILE, FlatShard, Leaf, memory_identity, put_together
 from lightning_zero.checkpoint.format.stored import StoredTensor
-from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
+from lightning_zero.checkpoint.format.torch_file import Hole, Place, TorchFile
 from lightning_zero.checkpoint.format.typed_json import Decoder, is_plain
 from lightning_zero.checkpoint.load import Directory, open_checkpoint
 from lightning_zero.checkpoint.save import (
@@ -95,7 +96,7 @@ def save_consolidated_file(
     Collective: every rank.
     """
     what = f"save the checkpoint file '{os.fspath(path)}'"
-    leaves, rest, own, tied = divide(checkpoint, control, what, _tied)
+    leaves, rest, own, tied, _ = divide(checkpoint, control, what, _tied)
     # The name of a tied tensor -> the name its elements are stored under.
     shared: dict[str, str] = {key: keys[0] for groups in tied for keys in groups for key in keys[1:]}
     made: list[tuple[TorchFile, StagedFile]] = []  # on rank 0
@@ -132,21 +133,24 @@ def save_consolidated_file(
 
     def publish() -> None:
         for layout, staged in made:
-            written: dict[Hashable, list[_Written]] = {at.key: [] for at in layout.places}
-            for part in chain.from_iterable(parts):
-                written[part.key].append(part)
-            crcs = [_checked(at.key, at.nbytes, sorted(written[at.key])) for at in layout.places]
+            written: list[list[_Written]] = [[] for _ in layout.places]
+            for number, *part in chain.from_iterable(map(_ROW.iter_unpack, parts)):
+                written[number].append(_Written(*part))
+            crcs = [_checked(at, sorted(found)) for at, found in zip(layout.places, written, strict=True)]
             with open(staged.path, "r+b") as file:
                 for offset, content in layout.frame(crcs):
                     file.seek(offset)
                     file.write(content)
             staged.publish()
 
-    # What rank 0 does not have.
-    others = control.together(what, lambda: [outline(leaves[key]) for key in leaves if control.rank and key in own])
+    def missing() -> list[Any]:
+        """What rank 0 does not have."""
+        return [outline(leaves[key]) for key in leaves if control.rank and key in own]
+
+    others = control.together(what, missing, to_first=True)
     try:
         file, offsets = control.together(what, lay_out)[0]
-        parts = control.together(what, lambda: fill(file, offsets, held()))
+        parts = control.together(what, lambda: fill(file, offsets, held()), to_first=True)
         control.together(what, publish)
     finally:
         for _, staged in made:
@@ -160,15 +164,21 @@ _Held = tuple[Hashable, int, Tensor]
 class _Written(NamedTuple):
     """Bytes that were written to a place in the file."""
 
-    key: Hashable
     start: int
     nbytes: int
     crc32: int
 
 
-def fill(path: str, offsets: Mapping[Hashable, int], held: Iterable[_Held]) -> list[_Written]:
-    """Write elements to their places in a file; ``CheckpointError`` if they do not match their checksum."""
-    wanted, parts = torch.serialization.get_crc32_options(), []
+_ROW = struct.Struct("=4q")  # the place, counted in the order of the file, and what was written
+
+
+def fill(path: str, offsets: Mapping[Hashable, int], held: Iterable[_Held]) -> bytes:
+    """Write elements to their places in a file; ``CheckpointError`` if they do not match their checksum.
+
+    ``offsets`` are those of all places, in order. Returns a ``_ROW`` for each that got any.
+    """
+    numbers = {key: number for number, key in enumerate(offsets)}
+    wanted, rows = torch.serialization.get_crc32_options(), bytearray()
     try:
         # Not to be read: a client of a network file system that may read could write back whole pages, with its
         # neighbours' bytes as they were.
@@ -181,23 +191,24 @@ def fill(path: str, offsets: Mapping[Hashable, int], held: Iterable[_Held]) -> l
         for key, start, tensor in held:
             begin = file.seek(offsets[key] + start)
             crc32, _ = write_pieces(tensor, tensor.dtype, file.write, wanted)
-            parts.append(_Written(key, start, file.tell() - begin, crc32))
+            if nbytes := file.tell() - begin:
+                rows += _ROW.pack(numbers[key], start, nbytes, crc32)
         file.flush()
         os.fsync(file.fileno())
-    return [part for part in parts if part.nbytes]
+    return bytes(rows)
 
 
-def _checked(key: Hashable, nbytes: int, parts: Iterable[_Written]) -> int:
+def _checked(place: Place, parts: Iterable[_Written]) -> int:
     """The checksum of parts, which must be the whole, without holes or overlaps."""
     end = crc32 = 0
     for part in parts:
         if part.start != end:
             who = "held by no rank" if part.start > end else "held by several ranks"
-            raise ValueError(f"of '{key}', bytes {min(part.start, end)} to {max(part.start, end)} are {who}")
+            raise ValueError(f"of '{place.key}', bytes {min(part.start, end)} to {max(part.start, end)} are {who}")
         crc32 = combine(crc32, part.crc32, part.nbytes) if end else part.crc32
         end += part.nbytes
-    if end != nbytes:
-        raise ValueError(f"of '{key}', {end} of {nbytes} bytes are held by the ranks")
+    if end != place.nbytes:
+        raise ValueError(f"of '{place.key}', {end} of {place.nbytes} bytes are held by the ranks")
     return crc32
 
 

@@ -11,6 +11,7 @@ import hashlib
 import io
 import math
 import os
+import struct
 import sys
 import threading
 import zlib
@@ -27,7 +28,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lightning_zero._torch import untracked
-from lightning_zero.checkpoint.format.dcp import Box, BoxItem, Index, StoredBox, StoredBytes, boxes, linear, to_metadata
+from lightning_zero.checkpoint.format.dcp import (
+    Box,
+    BoxItem,
+    Index,
+    StoredBox,
+    StoredBytes,
+    boxes,
+    linear,
+    write_metadata,
+)
 from lightning_zero.checkpoint.format.record import (
     META_FILE,
     META_TENSORS_FILE,
@@ -118,7 +128,7 @@ def save_checkpoint_directory(
         if control.rank != 0:
             return []
         lost = [_named(path, kind) for path, kind in changed(checkpoint)]
-        lost += _write_record(staging, parts, divided.rest, plan_summary)
+        lost += _write_record(staging, parts, list(divided.leaves), divided.rest, plan_summary)
         staging.publish()
         return lost
 
@@ -126,7 +136,7 @@ def save_checkpoint_directory(
         try:  # in steps, each of which succeeds on all ranks or raises on all
             divided = divide(checkpoint, control, what, lambda _: staging.begin() if control.rank == 0 else "")
             control.together(what, lambda: staging.enter(divided.seen[0]))
-            parts = control.together(what, lambda: _write_part(staging, control.rank, divided))
+            parts = control.together(what, lambda: _write_part(staging, control.rank, divided), to_first=True)
             return control.together(what, publish)[0]
         finally:
             staging.discard()
@@ -136,12 +146,14 @@ class Divided(NamedTuple):
     """A checkpoint taken apart: what is written value by value, the other entries, and what ``look`` gave on each rank.
 
     This rank owns the names that it is the lowest to have. Of what several ranks have alike, its owner's is written.
+    Where all ranks have the same names, in the same order, they are ``alike``.
     """
 
     leaves: dict[str, Leaf]
     rest: dict[str, Any]
     own: set[str]
     seen: list[Any]
+    alike: bool = True
 
 
 def divide(
@@ -166,15 +178,19 @@ def divide(
 
     told = control.together(what, take_apart)
     known = set(leaves) if control.rank > 0 else set()
-    if len({found for found, _ in told}) > 1:
-        descriptions = control.gather_objects(describe(leaves))
-        first: dict[str, Any] = {}
-        for rank, (key, value) in ((rank, pair) for rank, one in enumerate(descriptions) for pair in one.items()):
+    alike = len({found for found, _ in told}) == 1
+    if not alike:  # the others tell what they have beside rank 0's
+        mine = describe(leaves)
+        first: dict[str, Any] = control.gather_objects(mine if control.rank == 0 else None)[0] or {}
+        more = control.gather_objects({key: value for key, value in mine.items() if first.get(key) != value})
+        known = set(first) if control.rank > 0 else set()
+        for rank, (key, value) in ((rank, pair) for rank, found in enumerate(more) for pair in found.items()):
             if (other := first.setdefault(key, value)) != value:
                 differs = f"'{key}' is {other} on one and {value} on rank {rank}"
                 raise CheckpointError(f"Could not {what}: the ranks hold different checkpoints: {differs}.")
-        known = {key for description in descriptions[: control.rank] for key in description}
-    return Divided(leaves, rest, set(leaves) - known, [seen for _, seen in told])
+            if rank < control.rank:
+                known.add(key)
+    return Divided(leaves, rest, set(leaves) - known, [seen for _, seen in told], alike)
 
 
 def _once(leaves: Mapping[str, Leaf], control: ControlGroup) -> Iterator[tuple[str, Leaf]]:
@@ -210,20 +226,24 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-class _Written(NamedTuple):
-    """What one rank wrote under one name: of a tensor its parts, which with those of other ranks make up the whole."""
-
-    leaf: Leaf  # whose value is what the record says of it, but where it lies; of a tensor, a hole
-    archive: StoredBytes | None = None  # of a value
-    boxes: tuple[tuple[StoredBox, Chunk | None], ...] = ()  # of a tensor; without a chunk if there are no elements
-
-
 class _Part(NamedTuple):
-    """What one rank wrote: values by DCP name, its data file, and what loading will not give back."""
+    """What one rank wrote, in few objects: reading those of thousands of ranks must not take rank 0 long.
 
-    written: dict[str, _Written]
-    files: dict[str, FileEntry]
-    lost: list[str]
+    ``rows`` has a ``_ROW`` for every box of a tensor. Numbers of names count in ``names``, or in those of rank 0 where
+    all ranks have the same.
+    """
+
+    own: dict[str, tuple[Leaf, StoredBytes | None]]  # by name; the value is what the record says of it, or a hole
+    names: list[str] | None
+    rows: bytes
+    files: dict[str, FileEntry]  # its data file, if there is one
+    lost: list[str]  # what loading will not give back
+
+
+_ROW = struct.Struct("=7q")
+"""A box of a tensor in a message: number of the tensor's name, first element, how many (which with the shape say where
+it is), where in the file its archive begins, bytes of that, where in the file the elements begin, and their checksum,
+or -1."""
 
 
 def _write_part(staging: Staging, rank: int, divided: Divided) -> _Part:
@@ -232,23 +252,25 @@ def _write_part(staging: Staging, rank: int, divided: Divided) -> _Part:
     Every rank that holds some of a shard writes it; everything else, and what has no elements, its owner. Of a tensor
     on another device or in a file, a piece at a time is copied to the host. Of tied parameters there is one copy.
     """
-    part = _Part({}, {}, [])
-    path = staging.path / f"__{rank}_0{staging.suffix}.distcp"
+    part = _Part({}, None if divided.alike else list(divided.leaves), b"", {}, [])
+    path, rows = staging.path / f"__{rank}_0{staging.suffix}.distcp", bytearray()
     with new_file(path) as opened:
         file = ChecksummedFile(opened, torch.serialization.get_crc32_options())
-        known: dict[Any, tuple[StoredBytes, int, int | None]] = {}
-        for key, leaf in divided.leaves.items():
+        known: dict[Any, tuple[int, int, int, int]] = {}
+        for number, (key, leaf) in enumerate(divided.leaves.items()):
             value = leaf.value
             shard = value if isinstance(value, FlatShard) else None
             if key not in divided.own and (shard is None or not shard.local.numel()):
                 continue
             if shard is None and not is_plain(value):
-                part.written[key] = _write_value(file, path.name, leaf, part.lost)
+                part.own[key] = _write_value(file, path.name, leaf, part.lost)
                 continue
+            if key in divided.own:
+                part.own[key] = leaf._replace(value=Hole(None, value.dtype, tuple(value.shape))), None
             found = [Box((0,) * value.dim(), tuple(value.shape))]  # one also without elements, so that DCP knows it
             if shard is not None and value.numel():
                 found = boxes(value.shape, shard.start, shard.start + shard.local.numel())
-            written, ahead = [], value.detach() if shard is None else shard.local
+            ahead = value.detach() if shard is None else shard.local
             for box in found:
                 elements = ahead
                 if shard is not None:
@@ -259,40 +281,36 @@ def _write_part(staging: Staging, rank: int, divided: Divided) -> _Part:
                 if same not in known:
                     start, layout = file.nbytes, _layout(Hole(0, elements.dtype, box.sizes))
                     (crc32,) = file.write_archive(layout, elements)
-                    archive = StoredBytes(path.name, start, layout.nbytes)
-                    known[same] = archive, start + layout.places[0].offset, crc32
-                archive, offset, crc32 = known[same]
-                chunk = Chunk(linear(value.shape, box.offsets), elements.numel(), path.name, offset, crc32)
-                written.append((StoredBox(box, archive), chunk if elements.numel() else None))
-            hole = Hole(None, value.dtype, tuple(value.shape))
-            part.written[key] = _Written(leaf._replace(value=hole), None, tuple(written))
+                    crc32 = -1 if crc32 is None else crc32
+                    known[same] = start, layout.nbytes, start + layout.places[0].offset, crc32
+                rows += _ROW.pack(number, linear(value.shape, box.offsets), elements.numel(), *known[same])
     if file.nbytes:
         part.files[path.name] = FileEntry(file.nbytes, file.checksum)
         staging.deliver([path.name])
     else:
         path.unlink()
-    return part
+    return part._replace(rows=bytes(rows))
 
 
 _layout = lru_cache(maxsize=256)(TorchFile)
 
 
-def _write_value(file: ChecksummedFile, name: str, leaf: Leaf, lost: list[str]) -> _Written:
-    """Write what is no plain tensor."""
+def _write_value(file: ChecksummedFile, name: str, leaf: Leaf, lost: list[str]) -> tuple[Leaf, StoredBytes | None]:
+    """Write what is no plain tensor. Returns what the record says of it, and where it lies."""
     value, kind = leaf.value, type_name(leaf.value)
     if leaf.is_container:
-        return _Written(leaf._replace(value=ValueItem(leaf.path, {})))
+        return leaf._replace(value=ValueItem(leaf.path, {})), None
     layout = TorchFile(value)
     archive = StoredBytes(name, file.nbytes, layout.nbytes)
     file.write_archive(layout)
     if not isinstance(value, Tensor):
         with suppress(Inexpressible):
-            return _Written(leaf._replace(value=ValueItem(leaf.path, Encoder(strict=True).encode(value))), archive)
+            return leaf._replace(value=ValueItem(leaf.path, Encoder(strict=True).encode(value))), archive
     content = io.BytesIO()
     torch.save(value, content)
     if load_safely(content) is None:
         lost.append(_named([leaf.key], kind))
-    return _Written(leaf._replace(value=BlobItem(leaf.path, kind, *archive)), archive)
+    return leaf._replace(value=BlobItem(leaf.path, kind, *archive)), archive
 
 
 # -------------------------------------------------------------------------------------------------------------- rank 0
@@ -305,7 +323,11 @@ def _named(path: Sequence[Any], kind: str) -> str:
 
 
 def _write_record(
-    staging: Staging, parts: Sequence[_Part], rest: dict[str, Any], plan_summary: Mapping[str, Any]
+    staging: Staging,
+    parts: Sequence[_Part],
+    names: Sequence[str],
+    rest: dict[str, Any],
+    plan_summary: Mapping[str, Any],
 ) -> list[str]:
     """Write what describes a checkpoint, last of it ``zero.json``; durably. On rank 0, when all data is delivered.
 
@@ -315,7 +337,7 @@ def _write_record(
         What does not come back when this is loaded in a program like this one, each with its class.
     """
     directory, (meta_file, tensors_file) = staging.path, map(staging.named, (META_FILE, META_TENSORS_FILE))
-    items, index = _items(parts)
+    items, index = _items(parts, names)
     with new_file(directory / meta_file) as opened:
         file = ChecksummedFile(opened)
         file.write_archive(TorchFile(rest))
@@ -339,11 +361,10 @@ def _write_record(
     if encoder.unsupported and load_safely(io.BytesIO((directory / meta_file).read_bytes())) is None:
         lost += [_named(path, kind) for path, kind in encoder.unsupported]
     staging.deliver(list(described))
-    metadata = to_metadata(index)
     with new_file(directory / METADATA_FILE) as opened:
-        opened.write(metadata)
+        write_metadata(index, file := ChecksummedFile(opened))
     if not staging.suffix:  # where names are new with every save, ``.metadata`` is replaced after the record
-        described[METADATA_FILE] = FileEntry(len(metadata), zlib.crc32(metadata))
+        described[METADATA_FILE] = FileEntry(file.nbytes, file.checksum)
     files = {name: entry for part in parts for name, entry in part.files.items()} | described
     sizes = staging.sizes()
     for name, listed in files.items():
@@ -365,28 +386,41 @@ def _write_record(
     return lost
 
 
-def _items(parts: Sequence[_Part]) -> tuple[dict[str, Item], Index]:
-    """What the record says of every value, and what ``.metadata`` does. Of empty containers DCP knows nothing."""
-    found: dict[str, _Written] = {}
-    for key, written in (pair for part in parts for pair in part.written.items()):
-        before = found.get(key)
-        found[key] = written if before is None else before._replace(boxes=before.boxes + written.boxes)
+def _items(parts: Sequence[_Part], names: Sequence[str]) -> tuple[dict[str, Item], Index]:
+    """What the record says of every value, and what ``.metadata`` does. Of empty containers DCP knows nothing.
+
+    ``names`` are those of rank 0, which ``parts`` count in.
+    """
+    owned = {key: found for part in parts for key, found in part.own.items()}
+    boxes_of: dict[str, list[tuple[StoredBox, Chunk | None]]] = {key: [] for key in owned}
+    shapes = {key: leaf.value.shape for key, (leaf, _) in owned.items() if isinstance(leaf.value, Hole)}
+    for part in parts:
+        file = next(iter(part.files), "")
+        for number, start, numel, archive, nbytes, offset, crc32 in _ROW.iter_unpack(part.rows):
+            key = (part.names or names)[number]
+            shape, chunk = shapes[key], None
+            if numel:
+                (box,) = boxes(shape, start, start + numel)
+                chunk = Chunk(start, numel, file, offset, None if crc32 < 0 else crc32)
+            else:
+                box = Box((0,) * len(shape), tuple(shape))
+            boxes_of[key].append((StoredBox(box, StoredBytes(file, archive, nbytes)), chunk))
     items: dict[str, Item] = {}
     index: dict[str, BoxItem | StoredBytes] = {}
-    for key, (leaf, archive, parts_of) in found.items():
+    for key, (leaf, archive) in owned.items():
         if isinstance(leaf.value, Hole):
-            chunks = sorted(chunk for _, chunk in parts_of if chunk is not None)
+            chunks = sorted(chunk for _, chunk in boxes_of[key] if chunk is not None)
             like = leaf.path, leaf.value.dtype, tuple(leaf.value.shape)
             try:
                 items[key] = TensorItem(*like, tuple(chunks))
-                index[key] = BoxItem(*like, (), tuple(box for box, _ in parts_of))
+                index[key] = BoxItem(*like, (), tuple(box for box, _ in boxes_of[key]))
             except ValueError as error:
                 raise ValueError(f"of '{key}', {error}") from error
         else:
             items[key] = leaf.value
             if archive is not None:
                 index[key] = archive
-    return items, Index(index, {key: found[key].leaf.stored_path for key in index})
+    return items, Index(index, {key: owned[key][0].stored_path for key in index})
 
 
 # ---------------------------------------------------------------------------------------------------------------- files

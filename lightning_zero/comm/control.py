@@ -17,7 +17,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
@@ -188,7 +188,13 @@ class ControlGroup:
     # ------------------------------------------------------------- the one agreement, and what else is built on it
 
     def together(
-        self, what: str, action: Callable[[], T], error: type[Exception] = CheckpointError, advice: str = ""
+        self,
+        what: str,
+        action: Callable[[], T],
+        error: type[Exception] = CheckpointError,
+        advice: str = "",
+        *,
+        to_first: bool = False,
     ) -> list[T]:
         """Run ``action`` here and give every rank's result to every rank, in rank order.
 
@@ -200,6 +206,7 @@ class ControlGroup:
             action: returns something small that can be pickled. With ``None`` on every rank this is one exchange.
             error: the class to raise.
             advice: what to do after a failure.
+            to_first: give the results to rank 0 alone, where they may be larger: other ranks get an empty list.
 
         Collective: every rank.
         """
@@ -208,7 +215,8 @@ class ControlGroup:
             result = action()
         except BaseException as caught:
             failure, result = caught, _Failed(f"{type(caught).__name__} on host {socket.gethostname()}: {caught}")
-        results = self.gather_objects(result, what.partition("'")[0])  # a path may differ between ranks
+        gather = self._at_first if to_first else self.gather_objects
+        results = gather(result, what.partition("'")[0])  # a path may differ between ranks
         if failure is not None and not isinstance(failure, Exception):
             raise failure
         failures = [(rank, found) for rank, found in enumerate(results) if isinstance(found, _Failed)]
@@ -272,8 +280,36 @@ class ControlGroup:
         if not any(sizes):
             return [None] * self.world_size
         with doing(place):
-            rows = self._rows(packed.ljust(max(sizes), b"\0"))
+            rows = self._rows(packed, sizes)
         return [pickle.loads(row) if size else None for size, row in zip(sizes, rows, strict=True)]
+
+    def _at_first(self, value: Any, place: str) -> list[Any]:
+        """Every rank's object on rank 0, in rank order, nothing on others; what failed, if anything did, on all.
+
+        A rank takes along what those after it have, unread, in as many steps as the number of ranks has binary digits:
+        between ranks that exchange rows anyway, and rank 0 has few connections.
+        """
+        if self.world_size == 1:
+            return [value]
+        rank, group, failed = self.rank, self.process_group, isinstance(value, _Failed)
+        packed = b"" if rank == 0 or failed else pickle.dumps(value)
+        told = self.exchange([len(packed), int(failed)], place)
+        if any(flag for _, flag in told):
+            return self.gather_objects(value if failed else None, place)
+        before = rank & -rank  # the rank that comes so many ranks before this one takes along what this one has
+        ends = [0, *accumulate(nbytes for nbytes, _ in told[rank : rank + (before or self.world_size)])]
+        memory, last = bytearray(packed.ljust(ends[-1] + 1)), len(ends) - 1
+        rows = torch.frombuffer(memory, dtype=torch.uint8)
+        with doing(place), naming_failures(ANY_AGREEMENT, rank, group):
+            steps = [1 << digit for digit in range((last - 1).bit_length())]
+            spans = [(rank + step, rows[ends[step] : ends[min(2 * step, last)]]) for step in steps]
+            coming: list[Any] = [dist.irecv(span, group=group, group_src=peer) for peer, span in spans if len(span)]
+            for transfer in coming:
+                transfer.wait()
+            if rank > 0 and ends[-1]:
+                dist.send(rows[: ends[-1]], group=group, group_dst=rank - before)
+        others = pairwise(ends[1:]) if rank == 0 else ()
+        return [*([value] if rank == 0 else ()), *(pickle.loads(memory[start:end]) for start, end in others)]
 
     def agree_any(self, flag: bool) -> bool:
         """Whether ``flag`` is true on at least one rank. Collective: every rank."""
@@ -302,8 +338,8 @@ class ControlGroup:
         numbers = values.view(torch.float64)
         return numbers.amax(0) if largest else sum(numbers[1:], numbers[0])
 
-    def _rows(self, mine: bytes) -> Sequence[Any]:
-        """Every rank's bytes in rank order, equally many on each.
+    def _rows(self, mine: bytes, sizes: Sequence[int] = ()) -> Sequence[Any]:
+        """Every rank's bytes in rank order: equally many on each, or as many as ``sizes`` says, some of them.
 
         In as many exchanges as the number of ranks has binary digits, where gloo's own goes round a ring: each doubles
         the rows that a rank has. Source: Bruck et al., "Efficient algorithms for all-to-all communications in
@@ -311,20 +347,25 @@ class ControlGroup:
         """
         rank, size, group = self.rank, self.world_size, self.process_group
         with naming_failures(ANY_AGREEMENT, rank, group):
-            if self.shortcut is not None and (quick := self.shortcut(mine)) is not None:
+            if self.shortcut and (quick := self.shortcut(mine.ljust(max(sizes, default=0), b"\0"))) is not None:
                 return quick
-            memory = bytearray(mine.ljust(size * len(mine)))  # of this rank, the next one, and so on round
-            rows = torch.frombuffer(memory, dtype=torch.uint8).view(size, len(mine))
+            known = (*sizes[rank:], *sizes[:rank]) if sizes else (len(mine),) * size  # of this one, the next, and so on
+            ends = [0, *accumulate(known)]
+            memory = bytearray(mine.ljust(ends[size]))
+            rows = torch.frombuffer(memory, dtype=torch.uint8)
             had = 1
             while had < size:
                 count = min(had, size - had)
-                coming: Any = dist.irecv(rows[had : had + count], group=group, group_src=(rank + had) % size)
-                going: Any = dist.isend(rows[:count], group=group, group_dst=(rank - had) % size)
-                coming.wait()
-                going.wait()
+                spans = rows[ends[had] : ends[had + count]], rows[: ends[count]]
+                moving: list[Any] = []
+                if len(spans[0]):
+                    moving.append(dist.irecv(spans[0], group=group, group_src=(rank + had) % size))
+                if len(spans[1]):
+                    moving.append(dist.isend(spans[1], group=group, group_dst=(rank - had) % size))
+                for transfer in moving:
+                    transfer.wait()
                 had += count
-        places = ((other - rank) % size * len(mine) for other in range(size))
-        return [memory[at : at + len(mine)] for at in places]
+        return [memory[ends[place] : ends[place + 1]] for place in ((other - rank) % size for other in range(size))]
 
 
 class _Failed(str):

@@ -31,6 +31,8 @@ import re
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +51,7 @@ __all__ = [
     "overlap",
     "parse_metadata",
     "tile",
-    "to_metadata",
+    "write_metadata",
 ]
 
 
@@ -68,19 +70,27 @@ def boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
         range.
     """
     shape, found = tuple(shape), []
+    rows = _rows(shape)
     while start < end and shape:  # the largest that begins here
-        rows = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-        offsets = tuple(start // row % size for row, size in zip(rows, shape, strict=True))
-        dim, row = next((dim, row) for dim, row in enumerate(rows) if start % row == 0 and start + row <= end)
+        dim = 0
+        while start % (row := rows[dim]) or start + row > end:
+            dim += 1
+        offsets = tuple([start // row % size for row, size in zip(rows, shape, strict=True)])
         count = min((end - start) // row, shape[dim] - offsets[dim])
-        found.append(Box(offsets, (*(1 for _ in range(dim)), count, *shape[dim + 1 :])))
+        found.append(Box(offsets, (*(1,) * dim, count, *shape[dim + 1 :])))
         start += count * row
     return found if shape or start >= end else [Box((), ())]
 
 
+@lru_cache(maxsize=1024)
+def _rows(shape: tuple[int, ...]) -> list[int]:
+    """How many elements one step in each dimension passes."""
+    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+
+
 def linear(shape: Sequence[int], offsets: Sequence[int]) -> int:
     """The place of an element in the flattened tensor."""
-    return sum(offset * math.prod(shape[dim + 1 :]) for dim, offset in enumerate(offsets))
+    return sum(map(mul, offsets, _rows(tuple(shape))))
 
 
 def overlap(one: Box, other: Box) -> Box | None:
@@ -276,8 +286,11 @@ def _sizes(value: Any) -> tuple[int, ...]:
 # -------------------------------------------------------------------------------------------------------------- writing
 
 
-def to_metadata(index: Index) -> bytes:
-    """The content of ``.metadata``, for the readers of stock directories."""
+def write_metadata(index: Index, file: Any) -> None:
+    """Write the content of ``.metadata``, for the readers of stock directories, to a file: what has a method ``write``.
+
+    In small pieces, between which other threads get their turn.
+    """
     # Takes longer to import than this package, and many trainings save nothing.
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # private: 2.11 to 2.15
     from torch.distributed.checkpoint.metadata import (
@@ -301,4 +314,4 @@ def to_metadata(index: Index) -> bytes:
             chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
             places[MetadataIndex(name, box.offsets, number)] = _StorageInfo(*archive)
         entries[name] = TensorStorageMetadata(TensorProperties(dtype=item.dtype), torch.Size(item.shape), chunks)
-    return pickle.dumps(Metadata(entries, dict(index.paths), places))
+    pickle.Pickler(file).dump(Metadata(entries, dict(index.paths), places))

@@ -198,10 +198,12 @@ class Record:
             "writer": dict(self.writer),
             "plan": self.plan,
             "files": {name: list(entry) for name, entry in self.files.items()},
-            "items": {key: _item_to_json(item, numbers) for key, item in self.items.items()},
-            "meta": self.meta,
         }
-        text = _compact(content)
+        # An item at a time: between them other threads get their turn.
+        items = ",".join(
+            f"{_compact(key)}:{_compact(_item_to_json(item, numbers))}" for key, item in self.items.items()
+        )
+        text = f'{_compact(content)[:-1]},"items":{{{items}}},"meta":{_compact(self.meta)}}}'
         digest = hashlib.sha256(text.encode()).hexdigest()
         head = _compact({"format": _FORMAT, "version": _VERSION, "sha256": digest})
         return f'{head[:-1]},\n"content":{text}}}\n'.encode()
@@ -241,8 +243,7 @@ def _checked_content(data: bytes) -> dict[str, Any]:
     return content
 
 
-def _compact(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+_compact = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 def _item_to_json(item: Item, numbers: Mapping[str, int]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -179,8 +180,9 @@ def test_what_was_written_to_is_written_to_the_file(tmp_path: Path) -> None:
     (tmp_path / "f").touch()
     tensors = {"a": handle, "b": whole}
     held = [(key, 0, tensor) for key, tensor in tensors.items()]
-    for part in fill(str(tmp_path / "f"), {"a": 0, "b": 48}, held):
-        assert part.crc32 == zlib.crc32(tensors[str(part.key)].read().numpy().tobytes())
+    rows = fill(str(tmp_path / "f"), {"a": 0, "b": 48}, held)
+    checksums = [zlib.crc32(tensor.read().numpy().tobytes()) for tensor in tensors.values()]
+    assert [*struct.iter_unpack("=4q", rows)] == [(place, 0, 48, crc32) for place, crc32 in enumerate(checksums)]
     found = torch.frombuffer(bytearray((tmp_path / "f").read_bytes()), dtype=torch.float32).view(2, 4, 3)
     assert torch.equal(found[0], handle.read())
     assert torch.equal(found[1], elements())

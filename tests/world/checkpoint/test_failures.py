@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import resource
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -14,11 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_zero.checkpoint import FlatShard, open_checkpoint, save_checkpoint_directory
 from lightning_zero.checkpoint.background import Saver
-from lightning_zero.errors import CheckpointError
-from tests.helpers.samples import checkpoint, control, end_to_end, load_and_verify
+from lightning_zero.checkpoint.consolidated import save_consolidated_file
+from lightning_zero.comm import ControlGroup, Groups
+from lightning_zero.errors import CheckpointError, CommunicationError, DivergenceError
+from tests.helpers.samples import checkpoint, control, end_to_end, load_and_verify, verify
 from tests.helpers.world import run_world
 
 NOBODY = 65534
@@ -200,3 +204,91 @@ def test_nothing_is_left_in_the_folder_for_temporary_files(tmp_path: Path, monke
     with file_size_limit(tmp_path), pytest.raises(CheckpointError, match="File too large"):
         save_checkpoint_directory(checkpoint(2, end_to_end, control()), url, control(), plan_summary={})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("save", [save_checkpoint_directory, save_consolidated_file])
+def test_what_was_written_where_is_told_to_rank_0_alone(tmp_path: Path, save: Any) -> None:
+    """And in 56 bytes a piece, or 32 of a file."""
+
+    def rank(number: int) -> list[int]:
+        received, irecv = list[int](), dist.irecv
+
+        def counted(tensor: torch.Tensor, **options: Any) -> Any:
+            received.append(tensor.nbytes)
+            return irecv(tensor, **options)
+
+        dist.irecv = counted  # type: ignore[assignment]
+        saved = []
+        for count in (1, 101):
+            local = torch.ones(2)
+            shards = {str(layer): FlatShard(local + layer, (4,), 2 * number) for layer in range(count)}
+            save({"state_dict": shards}, tmp_path / str(count), control(), plan_summary={})
+            saved.append(sum(received))
+            received.clear()
+        return saved
+
+    (few, many), (fewer, as_few) = run_world(2, rank, timeout=30)
+    places = 2800 if save is save_consolidated_file else 0  # where to write what, which rank 0 has to tell
+    assert 0 <= many - few - 100 * (32 if places else 56) < 20
+    assert as_few - fewer <= places
+    assert fewer < 1000
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["now", "background"])
+def test_a_rank_that_dies_before_it_has_told_what_it_wrote(tmp_path: Path, asynchronous: bool) -> None:
+    """All others notice, the one that waits for it and those that come to publish."""
+
+    def rank(number: int) -> str:
+        saver = Saver(Groups.create("gloo").checkpoint)
+
+        def save(version: int) -> None:
+            content = checkpoint(version, end_to_end, control())
+            saver.save(
+                lambda content, ranks: save_checkpoint_directory(content, tmp_path / "c", ranks, plan_summary={}),
+                content,
+                what="save",
+                asynchronous=asynchronous,
+            )
+            saver.wait()
+
+        save(1)
+        if number == 3:
+            dist.send = lambda *arguments, **options: os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises((CommunicationError, DivergenceError)) as caught:
+            save(2)
+        if number == 0:
+            verify(open_checkpoint(tmp_path / "c", ControlGroup(None)), 1, end_to_end, control())
+        return str(caught.value)
+
+    failures = run_world(4, rank, timeout=60, grace=50, expect_failure=True)
+    assert {number: failure.type for number, failure in failures.items()} == {3: "SIGKILL"}
+
+
+def test_names_that_not_all_ranks_have(tmp_path: Path) -> None:
+    """As of optimizers without a state for what a rank owns nothing of: each is written once, and must be alike."""
+
+    def rank(number: int) -> str:
+        def content(odd: Any) -> dict[str, Any]:
+            shards: dict[str, Any] = {"w": FlatShard(torch.full((2,), float(number)), (8,), 2 * number)}
+            if number in (1, 3):
+                shards["half"] = FlatShard(torch.full((2,), float(number)), (4,), number - 1)
+                shards["v"] = torch.arange(3.0)
+            return {"state_dict": {**shards, **({"x": {"y": number}} if number == 2 else {}), "odd": odd}}
+
+        save_checkpoint_directory(content("alike"), tmp_path / "c", control(), plan_summary={})
+        save_consolidated_file(content("alike"), tmp_path / "f", control(), plan_summary={})
+        for name in ("c", "f"):
+            loaded = open_checkpoint(tmp_path / name, control())["state_dict"]
+            assert loaded["w"].clone().tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+            assert loaded["half"].clone().tolist() == [1, 1, 3, 3]
+            assert loaded["v"].clone().tolist() == [0, 1, 2]
+            assert (loaded["x"], loaded["odd"]) == ({"y": 2}, "alike")
+        odd = torch.zeros(3 if number == 3 else 2)
+        with pytest.raises(CheckpointError) as caught:
+            save_checkpoint_directory(content(odd), tmp_path / "c", control(), plan_summary={})
+        return str(caught.value)
+
+    messages = run_world(4, rank, timeout=30)
+    assert len(set(messages)) == 1
+    assert "'state_dict.odd' is ('tensor', 'torch.float32', (2,)) on one and" in messages[0]
+    assert "(3,)) on rank 3." in messages[0]
