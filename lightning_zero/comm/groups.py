@@ -18,7 +18,9 @@ communicator and a stream wherever that order is provably the same:
   In one communicator a gather would meet a reduction, and hang, or take gradients for weights. In two, each finds its
   own, so these stay apart.
 
-Where transfers take two hops (``extensions/hops``), each hop has one communicator, or two, as the kinds have.
+Where transfers take two hops (``extensions/hops``), each hop has one communicator, or two, as the kinds have. Averages
+between shard groups have one more, and a stream of their own: each follows the reduction of its bucket, so all ranks
+issue both kinds in one order.
 
 ``NCCL_LAUNCH_ORDER_IMPLICIT=1`` has nccl begin kernels in the order in which the host has issued them, whichever
 communicator they are of: those of the default group (``sync_dist``, SyncBatchNorm) stand beside ours in any case. With

@@ -64,8 +64,9 @@ class NativeCollectives(Collectives):
     """The backend's own collectives (nccl), on side streams of ours, and so in an order of ours.
 
     They are calls that wait, ``async_op=False``: since torch 2.8 nccl's kernels then run on the stream that is current,
-    and the host goes on. As calls that do not, they would run on a stream of the group's, with an event there and one
-    back for each. Which groups carry them: see [Note: one order on a device].
+    with its priority, and the host goes on. As calls that do not, they would run on a stream of the group's, with the
+    priority of its options (``is_high_priority_stream``), an event there and one back for each. Which groups carry
+    them: see [Note: one order on a device].
     """
 
     def __init__(self, groups: Groups, streams: Streams, across: NativeCollectives | None = None) -> None:
@@ -96,25 +97,39 @@ class NativeCollectives(Collectives):
         if self.across is None:
             return super().average_across(shard, what, reduction, key)
         self._observe("all_reduce", what, shard)
-        wire, begin = self.across, bool if reduction is None else reduction.wait
-        rest, whole = -shard.numel() % (wire.world_size * wire.block), shard
+        wire, begin, after = self.across, bool if reduction is None else reduction.wait, None
+        if reduction is not None and self.streams.beside:
+            with self.streams.reducing():
+                reduction.wait()
+                after, begin = self.streams.mark(), bool
+            reduction = Pending(what, after, self.streams)
+        with wire.streams.reducing(after):
+            hops = (self.groups.reduce, begin), *wire.averaging(shard, what, key)
+            return reduction, self.in_hops("averages", what, hops, (shard,))
+
+    def averaging(self, shard: Tensor, what: str, key: Hashable) -> list[Hop]:
+        """What averages a 1-D tensor of all ranks in place, hop by hop. ``key`` is as in ``reduce_scatter``."""
+        rest, whole = -shard.numel() % (self.world_size * self.block), shard
+
+        def at_once() -> None:
+            early = shard.dtype == torch.float16  # as its sum may be infinite
+            divide(shard, self.groups.divisor if early else 1)
+            dist.all_reduce(shard, group=self.groups.reduce)
+            divide(shard, 1 if early else self.groups.divisor)
 
         def reduce() -> None:
             nonlocal whole
             whole = torch.cat([shard, shard.new_zeros(rest)]) if rest else shard
-            wire.reduce_scatter(whole, wire.own_range(whole), what, key=key).wait()
+            self.reduce_scatter(whole, self.own_range(whole), what, key=key).wait()
 
         def gather() -> None:
-            wire.all_gather(whole, what, content=(key, 0)).wait()  # which nobody keeps
+            self.all_gather(whole, what, content=(key, 0)).wait()  # which nobody keeps
             if rest:
                 shard.copy_(whole[: shard.numel()])
 
-        with self.streams.reducing():  # not among the gathers, where it would have a place of its own on every rank
-            if reduction is not None and self.streams.beside:
-                reduction.wait()
-                reduction, begin = self._behind(what), bool
-            hops = (self.groups.reduce, begin), (wire.groups.reduce, reduce), (wire.groups.gather, gather)
-            return reduction, self.in_hops("averages", what, hops, (shard,))
+        if type(self) is NativeCollectives:  # the others have an order of their own for sums, or round what they send
+            return [(self.groups.reduce, at_once)]
+        return [(self.groups.reduce, reduce), (self.groups.gather, gather)]
 
     def in_hops(self, kind: str, what: str, hops: Sequence[Hop], keep: Sequence[Tensor]) -> Pending:
         """Take a transfer through hops while this rank goes on: here one after the other on the current stream.
@@ -461,7 +476,7 @@ def _chosen(groups: Groups, streams: Streams, exchange: Exchange) -> Any:
         return extension("compression").compressed(wire, asked.compression, averages)
 
     if groups.across is not None:
-        return direct(groups, streams, between_hosts(direct(groups.across, streams.in_reductions()), True))
+        return direct(groups, streams, between_hosts(direct(groups.across, streams.apart()), True))
     groups.control.counted = groups.checkpoint.counted = range(groups.control.world_size)
     places = places_by_host(groups.find_hosts()) if on_cpu or any(asked) else None
     hops = shared = None

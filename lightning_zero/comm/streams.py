@@ -43,22 +43,32 @@ class Streams:
         self._cuda = cuda
         self._streams = []
         if self.beside:
-            gather, transfer = cuda.Stream(device), cuda.Stream(device)
-            self._streams = [gather, gather if one_order else cuda.Stream(device), transfer]
+            gather, transfer = self._urgent(), cuda.Stream(device)
+            self._streams = [gather, gather if one_order else self._urgent(), transfer]
 
-    def in_reductions(self) -> Streams:
-        """The same, for a wire all of whose work belongs among the reductions."""
+    def apart(self) -> Streams:
+        """The same, for a wire all of whose work is on one more stream."""
         found = copy.copy(self)
-        found._streams = [self._streams[1], *self._streams[1:]] if self.beside else []
+        if self.beside:
+            found._streams = [self._urgent()] * 2 + self._streams[2:]
         return found
+
+    def _urgent(self) -> Any:
+        """A stream whose kernels begin before those that wait in others, where the device has priorities.
+
+        Else a gather that was issued early waits behind the matrix products issued before it, until all of their blocks
+        have begun. All wires have the same: nccl begins kernels in the host's order, and a late one holds up the rest.
+        """
+        priorities = getattr(self._cuda.Stream, "priority_range", lambda: (0, 0))()  # the least one, and the greatest
+        return self._cuda.Stream(self.device, **({"priority": -1} if min(priorities) < 0 else {}))
 
     def gathering(self, after: Event = None) -> AbstractContextManager[None]:
         """Issue the work inside on the gather stream, after ``after`` (default: all work issued so far)."""
         return self._on(self._streams[0], after) if self.beside else _NOTHING
 
-    def reducing(self) -> AbstractContextManager[None]:
-        """Issue the work inside on the reduce stream, after all work of the current stream so far."""
-        return self._on(self._streams[1], None) if self.beside else _NOTHING
+    def reducing(self, after: Event = None) -> AbstractContextManager[None]:
+        """Issue the work inside on the reduce stream, after ``after`` (default: all work issued so far)."""
+        return self._on(self._streams[1], after) if self.beside else _NOTHING
 
     def transferring(self, after: Event = None) -> AbstractContextManager[None]:
         """Issue the copies inside on the stream between host and device, after ``after`` (default: all work so far)."""

@@ -126,6 +126,8 @@ class Recorder(TorchDispatchMode):
         if name.startswith("c10d::"):
             if name in _WIRE:  # they write to the first argument, and read the second; the others are the host's
                 self._work(name, _tensors(args[1]), _tensors(args[0]))
+            elif name == "c10d::allreduce_" and False in args[4:5]:  # else of a few numbers, for which somebody waits
+                self._work(name, (), _tensors(args[0]))
             return
         if name in _NO_DATA:
             return
@@ -380,7 +382,7 @@ def simulated_device(quick: bool = False, traced: bool = True) -> Iterator[Recor
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams, "_KINDS", ("cpu",))
-        patch.setattr(torch.cuda, "Stream", lambda device: recorder.new_stream())
+        patch.setattr(torch.cuda, "Stream", lambda device, priority=0: recorder.new_stream())
         patch.setattr(torch.cuda, "Event", lambda **options: SimulatedEvent(recorder))
         patch.setattr(torch.cuda, "current_stream", lambda device: recorder.stream)
         patch.setattr(torch.cuda, "stream", recorder.on)

@@ -109,7 +109,7 @@ APART = {  # two of one rank
 _HANDS_OVER = "the thread hands over an event, and who waits for that is behind the thread too"
 _ARRIVES = "wait in comm/collectives.py wait: self._streams.wait(self._event) < "
 _HOPS = "both hops, and the arithmetic behind them, are on one stream"
-_IN_ORDER = "all of an average is on the stream of the reductions, where it is behind the one that it needs"
+_IN_ORDER = "what is waited for is on the same stream"
 SPARE = {
     "result in offload/transfers.py order: self._event = job.result() < engine/weights.py unit_stepped": _HANDS_OVER,
     "result in offload/transfers.py settle: self._last.exception() < offload/transfers.py settle < "
@@ -124,6 +124,8 @@ SPARE = {
     _ARRIVES + "extensions/hops.py between": _HOPS,
     _ARRIVES + "comm/native.py followed": _HOPS,
     _ARRIVES + "comm/native.py average_across": _IN_ORDER,
+    "wait in comm/native.py average_across: with self.streams.reducing():": "where gradients are not reduced in the "
+    "dtype of their sums, memory for these was taken since then, on the stream that computes",
     _ARRIVES + "comm/native.py reduce": _IN_ORDER,
     _ARRIVES + "comm/native.py gather": _IN_ORDER,
 }

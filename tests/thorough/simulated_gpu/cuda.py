@@ -51,16 +51,24 @@ class Stream:
     """An order of work, which here is that of the host."""
 
     _made = 1000
+    _priorities: dict[int, int] = {}  # noqa: RUF012
 
     def __init__(self, device: Any = None, priority: int = 0, stream_id: int | None = None, **where: Any) -> None:
         if stream_id is None:
             Stream._made += 1
+            Stream._priorities[Stream._made] = priority
         self.stream_id = Stream._made if stream_id is None else stream_id
+        self.priority = Stream._priorities.get(self.stream_id, 0)
         self.device_index = where.get("device_index", None if device is None else _index(device))
         self.device_index = _index() if self.device_index is None else self.device_index
         self.device = torch.device("cuda", self.device_index)
         self.cuda_stream = self.stream_id
         self.device_type = 1
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """The least one, and the greatest."""
+        return 0, -5
 
     def wait_event(self, event: Event) -> None:
         """Nothing: work is in order."""

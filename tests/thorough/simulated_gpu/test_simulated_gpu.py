@@ -72,6 +72,64 @@ fresh = torch.empty(3, device="cuda").isnan().all().item()
 print(json.dumps({"plain": losses("auto", "32-true"), "stages": found, "refused": refused, "fresh": fresh}))
 """
 
+IN_GROUPS = """
+import json, logging, os, sys, warnings
+import lightning.pytorch as pl, torch
+from torch import nn
+from torch.utils.data import DataLoader
+from lightning_zero import ZeroStrategy
+from lightning_zero.comm import native
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore")
+device = sys.argv[1]
+seen = {}
+
+
+def noted(module, name):
+    call = getattr(module, name)
+
+    def noting(tensor, *arguments, async_op=False, **named):
+        if tensor.is_cuda and not async_op:
+            stream = torch.cuda.current_stream()
+            seen.setdefault((name, stream.stream_id, stream.priority), []).append(tensor)
+        return call(tensor, *arguments, async_op=async_op, **named)
+
+    setattr(module, name, noting)
+
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 9)) for _ in range(3)))
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layers(batch + self.global_rank).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def on_fit_start(self):
+        noted(native, "reduce_scatter_single")
+        noted(native.dist, "all_reduce")
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+module = Model()
+options = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+strategy = ZeroStrategy(3, shard_within=2, units=["Sequential"])
+trainer = pl.Trainer(accelerator=device, devices=4, strategy=strategy, max_epochs=1, use_distributed_sampler=False,
+                     **options)
+data = [torch.randn(4, 9, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+trainer.fit(module, DataLoader(data, batch_size=None))
+if trainer.global_rank == 0:
+    calls = [(name, priority, len(found)) for (name, _, priority), found in seen.items()]
+    print(json.dumps({"losses": module.losses, "calls": sorted(calls)}))
+"""
+
 
 def start(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.thorough.simulated_gpu", *arguments]
@@ -92,6 +150,24 @@ def test_stages_train_on_it_as_plain_lightning_does(tmp_path: Path) -> None:
     assert "same device" in found["refused"][0]
     assert "called a synchronizing CUDA operation" in found["refused"][1]
     assert found["fresh"]
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA of its own")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_shard_groups_on_it_have_the_numbers_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Averages between groups are as many as reductions, on a stream of their own; both are of high priority."""
+    program = tmp_path / "program.py"
+    program.write_text(IN_GROUPS)
+    monkeypatch.setenv("SIMULATED_GPUS", "4")
+    found = []
+    for device in ("gpu", "cpu"):
+        run = start(str(program), device)
+        assert run.returncode == 0, run.stderr
+        found.append(json.loads(next(line for line in run.stdout.splitlines() if line.startswith('{"losses"'))))
+    assert found[0]["losses"] == found[1]["losses"]
+    urgent = {name: count for name, priority, count in found[0]["calls"] if priority == -1}
+    assert urgent == {"all_reduce": 12, "reduce_scatter_single": 12}  # of three buckets in four steps
+    assert all(name == "all_reduce" for name, priority, _ in found[0]["calls"] if priority != -1)  # of Lightning
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="torch has no CUDA of its own")

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import storage_key, users_of
-from lightning_zero.comm import Collectives, GlooCollectives, Groups, LocalCollectives, Streams, choose_collectives
+from lightning_zero.comm import (
+    Collectives,
+    GlooCollectives,
+    Groups,
+    LocalCollectives,
+    NativeCollectives,
+    Streams,
+    choose_collectives,
+)
 from lightning_zero.comm.collectives import Pending
 from lightning_zero.comm.control import passed_on
 from lightning_zero.comm.groups import RANKS_PER_HOST
@@ -364,6 +372,30 @@ def test_what_goes_in_two_hops_is_counted_apart_from_what_goes_directly() -> Non
         return [passed_on[f"the reductions{way} {comm.groups.number}"] for way in ("", " in two hops")]
 
     assert run_world(4, run) == [[3, 3]] * 4
+
+
+def test_an_average_between_groups_has_the_same_bits_in_one_call_and_in_two() -> None:
+    """Of two groups, whose sums have one order only; and float16, whose sum here is infinite, is divided before."""
+
+    def run(rank: int) -> None:
+        groups, streams = Groups.create("gloo", span=2), Streams(CPU)
+        assert groups.across is not None
+        kinds = NativeCollectives, GlooCollectives
+        one, two = (kind(groups, streams, kind(groups.across, streams)) for kind in kinds)
+        for dtype in FLOATING:
+            mine, other = ((buffer_of(place, 1, dtype)[:-1] * 500) for place in (rank, (rank + 2) % 4))
+            for reduced in (False, True):
+                shards = mine.clone(), mine.clone()
+                for wire, shard in zip((one, two), shards, strict=True):
+                    before = Pending("a reduction") if reduced else None
+                    wire.average_across(shard, "gradients", before)[1].wait()
+                divided = dtype == torch.float16
+                expected = mine / 2 + other / 2 if divided else (mine + other) / 2
+                assert torch.equal(shards[0], expected), (dtype, reduced)
+                assert torch.equal(shards[0], shards[1]), (dtype, reduced)
+                assert (mine + other).isinf().any() == divided
+
+    run_world(4, run)
 
 
 def test_one_rank_needs_no_wire() -> None:
