@@ -22,8 +22,7 @@ from typing import IO, Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from lightning_zero.checkpoint.format.dcp import BoxItem, parse_metadata
-from lightning_zero.checkpoint.format.dcp import Index as DcpIndex
+from lightning_zero.checkpoint.format.dcp import BoxItem, archives, parse_metadata
 from lightning_zero.checkpoint.format.record import (
     META_FILE,
     META_TENSORS_FILE,
@@ -56,10 +55,10 @@ from lightning_zero.registry import extension, installed
 
 __all__ = [
     "Directory",
-    "ForeignDirectory",
     "Found",
     "Kind",
     "find_checkpoint",
+    "foreign_items",
     "is_checkpoint_directory_at",
     "load_safely",
     "open_checkpoint",
@@ -344,37 +343,18 @@ def _meta_tensor(directory: Directory, reference: Any) -> Tensor:
 _OPTIMIZER = re.compile(r"optimizer_(0|[1-9][0-9]{0,8})")
 
 
-class ForeignDirectory:
-    """An open directory of DCP, whose files are as long as its index says; ``CheckpointError`` otherwise.
-
-    ``index`` is the content of ``.metadata``, and ``paths`` has all that is in it in the order of the dictionary that
-    was saved. For the rest see ``Directory``.
-    """
-
-    def __init__(self, files: Files) -> None:
-        self.files, self.source = files, Source(files)
-        self.index: DcpIndex
-        self.index, self.digest = _described(files, METADATA_FILE, parse_metadata)
-        names = [*(name for name in self.index.paths if name in self.index.items), *self.index.items]
-        self.paths: dict[str, Path] = {name: self.index.paths.get(name, (name,)) for name in names}
-        ends: dict[str, int] = {}
-        for _, place in self.index.places():
-            ends[place.file] = max(ends.get(place.file, 0), place.offset + place.nbytes)
-        for name, end in ends.items():
-            nbytes = files.size(name)
-            if nbytes < end:
-                raise CheckpointError(
-                    f"'{files.name}/{name}' has {nbytes} bytes where at least {end} were saved: it was cut off."
-                )
-
-    def value(self, name: str) -> Any:
-        """What is stored under a name; ``CheckpointError`` if it is no tensor and could run code."""
-        found = self.index.items[name]
-        if isinstance(found, BoxItem):
-            return StoredTensor(self.source, name, found)
-        where = f"'{name}' in '{self.files.name}/{found.file}'"
-        file = open_range(self.files, *found)
-        return load_torch(file, where, True)
+def foreign_items(files: Files) -> tuple[dict[str, BoxItem | BlobItem], int]:
+    """What is in a directory of DCP, and a checksum; ``CheckpointError`` if a file is shorter than its index says."""
+    items, digest = _described(files, METADATA_FILE, parse_metadata)
+    ends: dict[str, int] = {}
+    for _, place in archives(items):
+        ends[place.file] = max(ends.get(place.file, 0), place.offset + place.nbytes)
+    for name, end in ends.items():
+        if (nbytes := files.size(name)) < end:
+            raise CheckpointError(
+                f"'{files.name}/{name}' has {nbytes} bytes where at least {end} were saved: it was cut off."
+            )
+    return items, digest
 
 
 def read_foreign_directory(files: Files, weights_only: bool | None) -> Opened:
@@ -382,9 +362,15 @@ def read_foreign_directory(files: Files, weights_only: bool | None) -> Opened:
 
     ``weights_only`` is for ``meta.pt``, as for ``torch.load``. Nothing else is ever unpickled without restriction.
     """
-    directory = ForeignDirectory(files)
-    layout = _layout(directory.paths)
-    pairs = [(layout(path), directory.value(name)) for name, path in directory.paths.items()]
+    items, index_digest = foreign_items(files)
+    layout, source = _layout([item.path for item in items.values()]), Source(files)
+    pairs: list[tuple[Path, Any]] = []
+    for name, item in items.items():
+        if isinstance(item, BoxItem):
+            pairs.append((layout(item.path), StoredTensor(source, name, item)))
+            continue
+        file = open_range(files, item.file, item.offset, item.nbytes)
+        pairs.append((layout(item.path), load_torch(file, f"'{name}' in '{files.name}/{item.file}'", True)))
     pairs.sort(key=lambda pair: [part if isinstance(part, Index) else 0 for part in pair[0]])  # lists in their order
     try:
         checkpoint = put_together(pairs)
@@ -395,18 +381,18 @@ def read_foreign_directory(files: Files, weights_only: bool | None) -> Opened:
             state.setdefault("state", {})
             state.setdefault("param_groups", [])
     if not files.has(META_FILE):  # what Lightning puts beside the tensors
-        return Opened(checkpoint, (directory.digest, 0))
+        return Opened(checkpoint, (index_digest, 0))
     where = f"'{files.name}/{META_FILE}'"
     digest = samples(files, META_FILE)
     rest = load_torch(open_range(files, META_FILE, 0, digest[0]), where, weights_only)
     if not isinstance(rest, Mapping):
         raise CheckpointError(f"{where} holds a {type(rest).__name__} instead of a dictionary.")
-    return Opened({**rest, **checkpoint}, (directory.digest, digest))
+    return Opened({**rest, **checkpoint}, (index_digest, digest))
 
 
-def _layout(paths: Mapping[str, Path]) -> Callable[[Path], Path]:
+def _layout(paths: Sequence[Path]) -> Callable[[Path], Path]:
     """A function from the path in the saved dictionary to the path in Lightning's."""
-    tops = {path[0] for path in paths.values() if len(path) > 1}
+    tops = {path[0] for path in paths if len(path) > 1}
     weights = next((top for top in ("state_dict", "model") if top in tops), None)
     numbers = sorted(int(found[1]) for top in tops if type(top) is str and (found := _OPTIMIZER.fullmatch(top)))
 

@@ -31,7 +31,6 @@ from lightning_zero._torch import untracked
 from lightning_zero.checkpoint.format.dcp import (
     Box,
     BoxItem,
-    Index,
     StoredBox,
     StoredBytes,
     boxes,
@@ -386,14 +385,14 @@ def _write_record(
     return lost
 
 
-def _items(parts: Sequence[_Part], names: Sequence[str]) -> tuple[dict[str, Item], Index]:
+def _items(parts: Sequence[_Part], names: Sequence[str]) -> tuple[dict[str, Item], dict[str, BoxItem | BlobItem]]:
     """What the record says of every value, and what ``.metadata`` does. Of empty containers DCP knows nothing.
 
     ``names`` are those of rank 0, which ``parts`` count in.
     """
     owned = {key: found for part in parts for key, found in part.own.items()}
     boxes_of: dict[str, list[tuple[StoredBox, Chunk | None]]] = {key: [] for key in owned}
-    shapes = {key: leaf.value.shape for key, (leaf, _) in owned.items() if isinstance(leaf.value, Hole)}
+    shapes = {key: tuple(leaf.value.shape) for key, (leaf, _) in owned.items() if isinstance(leaf.value, Hole)}
     for part in parts:
         file = next(iter(part.files), "")
         for number, start, numel, archive, nbytes, offset, crc32 in _ROW.iter_unpack(part.rows):
@@ -403,24 +402,24 @@ def _items(parts: Sequence[_Part], names: Sequence[str]) -> tuple[dict[str, Item
                 (box,) = boxes(shape, start, start + numel)
                 chunk = Chunk(start, numel, file, offset, None if crc32 < 0 else crc32)
             else:
-                box = Box((0,) * len(shape), tuple(shape))
+                box = Box((0,) * len(shape), shape)
             boxes_of[key].append((StoredBox(box, StoredBytes(file, archive, nbytes)), chunk))
     items: dict[str, Item] = {}
-    index: dict[str, BoxItem | StoredBytes] = {}
+    index: dict[str, BoxItem | BlobItem] = {}
     for key, (leaf, archive) in owned.items():
-        if isinstance(leaf.value, Hole):
+        if key in shapes:
             chunks = sorted(chunk for _, chunk in boxes_of[key] if chunk is not None)
-            like = leaf.path, leaf.value.dtype, tuple(leaf.value.shape)
             try:
-                items[key] = TensorItem(*like, tuple(chunks))
-                index[key] = BoxItem(*like, (), tuple(box for box, _ in boxes_of[key]))
+                items[key] = TensorItem(leaf.path, leaf.value.dtype, shapes[key], tuple(chunks))
             except ValueError as error:
                 raise ValueError(f"of '{key}', {error}") from error
-        else:
-            items[key] = leaf.value
-            if archive is not None:
-                index[key] = archive
-    return items, Index(index, {key: owned[key][0].stored_path for key in index})
+            found = tuple(box for box, _ in boxes_of[key])
+            index[key] = BoxItem(leaf.stored_path, leaf.value.dtype, shapes[key], (), found)
+            continue
+        items[key] = leaf.value
+        if archive is not None:
+            index[key] = BlobItem(leaf.stored_path, "", *archive)
+    return items, index
 
 
 # ---------------------------------------------------------------------------------------------------------------- files

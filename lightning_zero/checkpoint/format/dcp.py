@@ -29,7 +29,7 @@ import math
 import pickle
 import re
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import mul
@@ -37,15 +37,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_zero.checkpoint.format.record import TensorItem
+from lightning_zero.checkpoint.format.record import BlobItem, TensorItem
 from lightning_zero.checkpoint.format.typed_json import DTYPES, check_stored
 
 __all__ = [
     "Box",
     "BoxItem",
-    "Index",
     "StoredBox",
     "StoredBytes",
+    "archives",
     "boxes",
     "linear",
     "overlap",
@@ -151,20 +151,13 @@ class BoxItem(TensorItem):
             raise ValueError(f"elements of shape {self.shape} are stored nowhere or twice")
 
 
-@dataclass(frozen=True)
-class Index:
-    """What is in the directory."""
-
-    items: Mapping[str, BoxItem | StoredBytes]  # a tensor, or the archive of any other value, by DCP name
-    paths: Mapping[str, tuple[Any, ...]]  # to each in the dictionary that was saved, where the writer recorded it
-
-    def places(self) -> list[tuple[str, StoredBytes]]:
-        """The name and the archive of every box and value."""
-        return [
-            (name, place)
-            for name, item in self.items.items()
-            for place in ([item] if isinstance(item, StoredBytes) else [stored.archive for stored in item.boxes])
-        ]
+def archives(items: Mapping[str, BoxItem | BlobItem]) -> Iterator[tuple[str, StoredBytes]]:
+    """The name of every box and value, and where its archive lies."""
+    for name, item in items.items():
+        if isinstance(item, BlobItem):
+            yield name, StoredBytes(item.file, item.offset, item.nbytes)
+        else:
+            yield from ((name, stored.archive) for stored in item.boxes)
 
 
 # -------------------------------------------------------------------------------------------------------------- reading
@@ -177,10 +170,12 @@ _KNOWN |= {(_METADATA, name) for name in ("TensorStorageMetadata", "BytesStorage
 _KNOWN |= {_ENCODING := (_METADATA, "_MEM_FORMAT_ENCODING")}
 
 
-def parse_metadata(data: bytes) -> Index:
-    """Read and check the content of ``.metadata``; ``ValueError`` with the reason if it is not what DCP writes.
+def parse_metadata(data: bytes) -> dict[str, BoxItem | BlobItem]:
+    """What is in the directory, by DCP name: tensors, and the archives of other values, of a type that nobody knows.
 
-    See [Note: A pickle that calls nothing].
+    Reads and checks the content of ``.metadata``: see [Note: A pickle that calls nothing]. ``ValueError`` with the
+    reason if it is not what DCP writes. The order and the paths are those of the dictionary that was saved, where the
+    writer recorded them.
     """
     try:
         return _index(_Unpickler(io.BytesIO(data)).load())
@@ -226,7 +221,7 @@ class _Unpickler(pickle._Unpickler):  # in Python: a damaged number in a file do
         return kind(name) if kind is self._known[_ENCODING] else self.find_class("builtins", "getattr of another class")
 
 
-def _index(loaded: Any) -> Index:
+def _index(loaded: Any) -> dict[str, BoxItem | BlobItem]:
     if type(loaded).__name__ != "Metadata":
         raise _Refused(f"it holds a {type(loaded).__name__}")
     places: dict[Any, StoredBytes] = {}
@@ -239,20 +234,20 @@ def _index(loaded: Any) -> Index:
             raise _Refused(f"'{key.fqn}' lies in the file {info.relative_path!r}, which is not a plain file name")
         place = StoredBytes(info.relative_path, *_sizes((info.offset, info.length)))
         places[key.fqn, getattr(key, "offset", None)] = place  # no offset: of a value
-    items: dict[str, BoxItem | StoredBytes] = {}
-    for name, entry in loaded.state_dict_metadata.items():
-        if type(entry).__name__ == "BytesStorageMetadata":
-            items[name] = places[name, None]
-        else:
-            items[name] = _tensor(name, entry, places)
-    paths = getattr(loaded, "planner_data", None) or {}
-    for path in (*paths.values(), *((name,) for name in (*items, *paths))):
-        if type(path) is not tuple or not path or any(type(part) not in (str, int) for part in path):
+    items: dict[str, BoxItem | BlobItem] = {}
+    entries, paths = loaded.state_dict_metadata, getattr(loaded, "planner_data", None) or {}
+    for name in dict.fromkeys([*(name for name in paths if name in entries), *entries.keys()]):
+        path, entry = paths.get(name, (name,)), entries[name]
+        if type(path) is not tuple or not path or any(type(part) not in (str, int) for part in (*path, name)):
             raise _Refused(f"it holds {reprlib.repr(path)} instead of a path")
-    return Index(items, paths)
+        if type(entry).__name__ == "BytesStorageMetadata":
+            items[name] = BlobItem(path, "", *places[name, None])
+        else:
+            items[name] = _tensor(name, path, entry, places)
+    return items
 
 
-def _tensor(name: str, entry: Any, places: Mapping[Any, StoredBytes]) -> BoxItem:
+def _tensor(name: str, path: tuple[Any, ...], entry: Any, places: Mapping[Any, StoredBytes]) -> BoxItem:
     shape, dtype, layout = _sizes(entry.size), entry.properties.dtype, entry.properties.layout
     if not isinstance(dtype, torch.dtype) or layout.arguments != ("torch.strided",):
         raise _Refused(f"'{name}' is not a plain tensor: {reprlib.repr((dtype, layout.arguments))}")
@@ -269,7 +264,7 @@ def _tensor(name: str, entry: Any, places: Mapping[Any, StoredBytes]) -> BoxItem
             raise _Refused(f"of '{name}', {box} claims {held}")
         parts.append(StoredBox(box, place))
     try:
-        item = BoxItem((), dtype, shape, (), tuple(parts))
+        item = BoxItem(path, dtype, shape, (), tuple(parts))
         if not tile(shape, [stored.box for stored in parts]):  # what nobody wrote would be any memory
             raise ValueError(f"elements of shape {shape} are stored nowhere or twice")
         return item
@@ -286,7 +281,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
 # -------------------------------------------------------------------------------------------------------------- writing
 
 
-def write_metadata(index: Index, file: Any) -> None:
+def write_metadata(items: Mapping[str, BoxItem | BlobItem], file: Any) -> None:
     """Write the content of ``.metadata``, for the readers of stock directories, to a file: what has a method ``write``.
 
     In small pieces, between which other threads get their turn.
@@ -304,14 +299,14 @@ def write_metadata(index: Index, file: Any) -> None:
 
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
-    for name, item in index.items.items():
-        if isinstance(item, StoredBytes):
+    for name, item in items.items():
+        if isinstance(item, BlobItem):
             entries[name] = BytesStorageMetadata()
-            places[MetadataIndex(name)] = _StorageInfo(*item)
+            places[MetadataIndex(name)] = _StorageInfo(item.file, item.offset, item.nbytes)
             continue
         chunks = []
         for number, (box, archive) in enumerate(item.boxes):
             chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
             places[MetadataIndex(name, box.offsets, number)] = _StorageInfo(*archive)
         entries[name] = TensorStorageMetadata(TensorProperties(dtype=item.dtype), torch.Size(item.shape), chunks)
-    pickle.Pickler(file).dump(Metadata(entries, dict(index.paths), places))
+    pickle.Pickler(file).dump(Metadata(entries, {name: item.path for name, item in items.items()}, places))

@@ -26,10 +26,10 @@ from functools import partial
 from io import BufferedReader
 from typing import NamedTuple
 
-from lightning_zero.checkpoint.format.dcp import StoredBytes
+from lightning_zero.checkpoint.format.dcp import StoredBytes, archives
 from lightning_zero.checkpoint.format.record import META_FILE, METADATA_FILE, TensorItem
 from lightning_zero.checkpoint.format.torch_file import ZIP, archive_entries
-from lightning_zero.checkpoint.load import Directory, ForeignDirectory, Found, Kind, find_checkpoint, read_checkpoint
+from lightning_zero.checkpoint.load import Directory, Found, Kind, find_checkpoint, foreign_items, read_checkpoint
 from lightning_zero.checkpoint.save import LARGE_NBYTES, combine
 from lightning_zero.checkpoint.storage.files import PIECE_NBYTES, Files, open_range, read_bytes
 from lightning_zero.comm import ControlGroup
@@ -152,7 +152,7 @@ def _checks(path: str | os.PathLike[str], found: Found, *, sampled: bool = False
     if sampled:
         return []
     if kind is Kind.FOREIGN:
-        return foreign_checks(ForeignDirectory(files))
+        return foreign_checks(files)
     if kind in (Kind.TORCH, Kind.DEEPSPEED):
         names = [name] if kind is Kind.TORCH else [name for name, _ in read_checkpoint(path, found, None).digest]
         return [archive_check(files, StoredBytes(name, 0, files.size(name)), f"'{name}'") for name in names]
@@ -245,12 +245,11 @@ def _crc32(file: BufferedReader, offset: int, nbytes: int, whole: int) -> tuple[
     return combine(whole, alone, nbytes) if nbytes >= LARGE_NBYTES else whole, alone
 
 
-def foreign_checks(directory: ForeignDirectory) -> list[Check]:
+def foreign_checks(files: Files) -> list[Check]:
     """What there is to check in a stock directory."""
     names: dict[StoredBytes, list[str]] = {}
-    for name, place in directory.index.places():
+    for name, place in archives(foreign_items(files)[0]):
         names.setdefault(place, []).append(name)
-    files = directory.files
     checks = [
         archive_check(files, place, "the data of " + " and ".join(f"'{name}'" for name in found))
         for place, found in names.items()
