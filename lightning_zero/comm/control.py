@@ -17,7 +17,9 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from itertools import accumulate, pairwise, zip_longest
+from operator import and_, or_
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
@@ -33,6 +35,8 @@ __all__ += ["watch_ranks"]
 ABOUT_GRADIENTS = "the agreement on a norm or an overflow of gradients"
 T = TypeVar("T")
 _NAMED_RANKS = 4  # how many failing ranks a message spells out
+_FEW_RANKS = 16  # of so many, each one's numbers are sent as they are
+_WORD = 2**64 - 1
 
 _SAME_PROGRAM = (
     "Every rank must build the same model with the same strategy settings; look for code that depends on the "
@@ -161,6 +165,14 @@ def raise_failure(what: str, rank: int, error: RuntimeError) -> NoReturn:
 _DECIMAL = re.compile(r"(?<![\w.])-?\d+(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+)(?!\w|\.\w)")
 
 
+class Met(NamedTuple):
+    """What the ranks told each other: see ``ControlGroup.meet``."""
+
+    rows: list[list[int]]  # every rank's values in rank order; only one row if all are alike
+    marks: list[int]  # of each mark the bits that it has on any rank
+    alike: list[bool]  # of each mark whether it is the same on every rank
+
+
 class ControlGroup:
     """Small agreements between the hosts of all ranks, never through the accelerator.
 
@@ -170,6 +182,10 @@ class ControlGroup:
     Two ranks that meet here may have come from different places of the program. Over gloo a message of another length
     than the other rank expects ends the process. So every agreement begins with a message of ``width`` numbers, the
     first of which names the place: if the places differ, that is a ``DivergenceError`` on every rank.
+
+    [Note: what many ranks send]
+    Nearly always all say the same. So many ranks first learn only which bits are set on any of them, and which are not:
+    that is as long for thousands as for two. What each rank has said is sent only if it is not the same.
     """
 
     device = torch.device("cpu")
@@ -182,6 +198,8 @@ class ControlGroup:
         """How long the first message of an agreement is. An engine may need more: it widens it on all ranks alike."""
         self.shortcut: Callable[[bytes], list[bytes] | None] | None = None
         """A faster way for few bytes, where all ranks are on one host; its answer is ``None`` where they are many."""
+        self.before: Callable[[], object] | None = None
+        """What was put off until the next agreement, and comes before it."""
         self.counted: Sequence[int] = range(world_size)
         """The ranks whose parts make up a whole, in its order: where several groups have the same, this one's."""
 
@@ -237,8 +255,7 @@ class ControlGroup:
         """
         lines = [_DECIMAL.sub(lambda number: f"{float(number[0]):.9g}", line) for line in lines]
         digest = hashlib.sha256("\n".join(lines).encode()).digest()
-        prints = self.exchange([int.from_bytes(digest[:8], "big", signed=True)], what)
-        if len(set(map(tuple, prints))) == 1:
+        if len(self.meet(what, [int.from_bytes(digest[:8], "big", signed=True)]).rows) == 1:
             return
         texts = self.gather_objects(lines, what)
         rank = next(rank for rank, others in enumerate(texts) if others != texts[0])
@@ -248,25 +265,78 @@ class ControlGroup:
             f"Rank {rank} has another {what} than rank 0. First differences:\n{''.join(different[:3])}{advice}"
         )
 
+    def meet(self, place: str, values: Sequence[int] = (), marks: Sequence[int] = ()) -> Met:
+        """Tell each other a few 64-bit integers, equally many on each rank: fewer than ``width``.
+
+        ``values`` are nearly always alike, ``marks`` (not negative) need not be. ``place`` is what the ranks do here,
+        for people. Collective: every rank; raises ``DivergenceError`` on all if it is not the same: see
+        [Note: one form of message].
+        """
+        if self.world_size == 1:
+            return Met([[*values]], [*marks], [True] * len(marks))
+        message = [*marks, *values]
+        if len(message) >= self.width:
+            raise ValueError(f"{place} is about {len(message)} numbers, of fewer than {self.width}.")
+        rows, some, differing = self._first(place, message)
+        words = [some >> 64 * index & _WORD for index in range(1, 1 + len(marks))]
+        alike = [not differing >> 64 * index & _WORD for index in range(1, 1 + len(marks))]
+        if not differing >> 64 * (1 + len(marks)):
+            return Met([[*values]], words, alike)
+        if rows is None:
+            with doing(place):
+                rows = self._rows(self._packed(place, message))
+        return Met([[*row[len(marks) :]] for row in self._unpacked(rows, len(message))], words, alike)
+
     def exchange(self, values: Sequence[int], place: str = ANY_AGREEMENT) -> list[list[int]]:
         """Every rank's 64-bit integers in rank order, equally many on each.
 
-        ``place`` is what the ranks do here, for people. Collective: every rank; raises ``DivergenceError`` on all if it
-        is not the same: see [Note: one form of message].
+        Collective: every rank; raises as ``meet`` does.
         """
         if self.world_size == 1:
             return [list(values)]
-        sent = zlib.crc32(place.encode()) | len(values) << 32  # what it is, and how much
-        message = struct.pack(f"={1 + len(values)}q", sent, *values)
-        size = 8 * self.width
+        rows, _, differing = self._first(place, values)
+        if len(values) < self.width and not differing:
+            return [[*values] for _ in range(self.world_size)]
+        if rows is None or len(values) >= self.width:
+            with doing(place):
+                rows = self._rows(self._packed(place, values))
+        return [[*row] for row in self._unpacked(rows, len(values))]
+
+    @staticmethod
+    def _packed(place: str, values: Sequence[int]) -> bytes:
+        return struct.pack(f"<{1 + len(values)}q", zlib.crc32(place.encode()) | len(values) << 32, *values)
+
+    @staticmethod
+    def _unpacked(rows: Sequence[Any], count: int) -> Iterator[tuple[int, ...]]:
+        return (struct.unpack_from(f"<{count}q", row, 8) for row in rows)
+
+    def _first(self, place: str, values: Sequence[int]) -> tuple[Sequence[Any] | None, int, int]:
+        """The first message of an agreement. Returns every rank's, unless the ranks are many; and as numbers which of
+        its bits are set on any rank, and which are so on some ranks only."""
+        self.settle()
+        size, rows = 8 * self.width, None
+        mine = self._packed(place, values)[:size].ljust(size, b"\0")
         with doing(place):
-            rows = self._rows(message[:size].ljust(size, b"\0"))
-            if {bytes(row[:8]) for row in rows} != {message[:8]}:
+            if self.shortcut is not None or self.world_size <= _FEW_RANKS:
+                rows = self._rows(mine)
+                numbers = [int.from_bytes(row, "little") for row in set(map(bytes, rows))]
+                some = reduce(or_, numbers)
+                differing = some & ~reduce(and_, numbers)
+            else:
+                number, every = int.from_bytes(mine, "little"), (1 << 8 * size) - 1
+                both = self._set_on_any(number | (number ^ every) << 8 * size, 2 * size)
+                some = both & every
+                differing = some & both >> 8 * size
+            if differing & _WORD:
                 places = enumerate(self.gather_objects(place, "places"))
                 raise DivergenceError(_ELSEWHERE.format("\n".join(f"  rank {rank}: {text}" for rank, text in places)))
-            if len(message) > size:
-                rows = [first + more for first, more in zip(rows, self._rows(message[size:]), strict=True)]
-        return [[*struct.unpack_from(f"={len(values)}q", row, 8)] for row in rows]
+        return rows, some, differing
+
+    def settle(self) -> None:
+        """Do what was put off until the next agreement."""
+        while self.before is not None:
+            before, self.before = self.before, None
+            before()
 
     def gather_objects(self, value: Any, place: str = ANY_AGREEMENT) -> list[Any]:
         """Give every rank's (picklable, small) object to every rank, in two exchanges; in one if all are ``None``.
@@ -313,11 +383,11 @@ class ControlGroup:
 
     def agree_any(self, flag: bool) -> bool:
         """Whether ``flag`` is true on at least one rank. Collective: every rank."""
-        return any(row[0] for row in self.exchange([int(flag)]))
+        return bool(self.meet(ANY_AGREEMENT, (), [int(flag)]).marks[0])
 
     def barrier(self) -> None:
         """Wait until every rank is here. Collective: every rank."""
-        self.exchange([])
+        self.meet(ANY_AGREEMENT)
 
     def any_of(self, flags: torch.Tensor) -> torch.Tensor:
         """Overwrite flags (1-D, uint8, on the CPU) with those set on at least one rank. Collective: every rank."""
@@ -345,8 +415,8 @@ class ControlGroup:
         the rows that a rank has. Source: Bruck et al., "Efficient algorithms for all-to-all communications in
         multiport message-passing systems" (1997), section 3.
         """
-        rank, size, group = self.rank, self.world_size, self.process_group
-        with naming_failures(ANY_AGREEMENT, rank, group):
+        rank, size = self.rank, self.world_size
+        with naming_failures(ANY_AGREEMENT, rank, self.process_group):
             if self.shortcut and (quick := self.shortcut(mine.ljust(max(sizes, default=0), b"\0"))) is not None:
                 return quick
             known = (*sizes[rank:], *sizes[:rank]) if sizes else (len(mine),) * size  # of this one, the next, and so on
@@ -356,16 +426,34 @@ class ControlGroup:
             had = 1
             while had < size:
                 count = min(had, size - had)
-                spans = rows[ends[had] : ends[had + count]], rows[: ends[count]]
-                moving: list[Any] = []
-                if len(spans[0]):
-                    moving.append(dist.irecv(spans[0], group=group, group_src=(rank + had) % size))
-                if len(spans[1]):
-                    moving.append(dist.isend(spans[1], group=group, group_dst=(rank - had) % size))
-                for transfer in moving:
-                    transfer.wait()
+                self._swap(rows[: ends[count]], rows[ends[had] : ends[had + count]], had)
                 had += count
         return [memory[ends[place] : ends[place + 1]] for place in ((other - rank) % size for other in range(size))]
+
+    def _set_on_any(self, bits: int, nbytes: int) -> int:
+        """The bits that any rank has set, of so many bytes: in as many exchanges, of this size all of them."""
+        with naming_failures(ANY_AGREEMENT, self.rank, self.process_group):
+            mine, other = bytearray(nbytes), bytearray(nbytes)
+            going, coming = (torch.frombuffer(memory, dtype=torch.uint8) for memory in (mine, other))
+            distance = 1
+            while distance < self.world_size:  # each rank then knows of so many, itself and those behind it
+                mine[:] = bits.to_bytes(nbytes, "little")
+                self._swap(going, coming, distance)
+                bits |= int.from_bytes(other, "little")
+                distance *= 2
+        return bits
+
+    def _swap(self, mine: torch.Tensor, others: torch.Tensor, distance: int) -> None:
+        """Send to the rank so far before this one, and receive from the one so far behind it, going round, if there is
+        anything."""
+        rank, size, group = self.rank, self.world_size, self.process_group
+        moving: list[Any] = []
+        if len(others):
+            moving.append(dist.irecv(others, group=group, group_src=(rank + distance) % size))
+        if len(mine):
+            moving.append(dist.isend(mine, group=group, group_dst=(rank - distance) % size))
+        for transfer in moving:
+            transfer.wait()
 
 
 class _Failed(str):

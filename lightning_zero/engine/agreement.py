@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from lightning_zero.comm import Collectives, ControlGroup
+from lightning_zero.comm.control import Met
 from lightning_zero.engine.events import Phase, Spans
 from lightning_zero.engine.pool import BufferPool
 from lightning_zero.offload.transfers import MemoryTiers
@@ -29,30 +30,29 @@ _WRITE_ALIKE = (
 
 
 class Agreement:
-    """Rounds over the control group, of messages with ``width`` numbers besides their place."""
+    """Rounds over the control group, of messages with ``width`` numbers and ``marks`` besides their place."""
 
-    def __init__(self, control: ControlGroup, width: int, spans: Spans | None = None) -> None:
+    def __init__(self, control: ControlGroup, width: int, marks: int = 0, spans: Spans | None = None) -> None:
         self.control = control
         self.width = width
-        control.width = max(control.width, width + 2)
+        control.width = max(control.width, 2 + marks + width)
         self.notice = 0
         """What this rank was asked for by signals, as bits, which each round tells the others."""
         self.noticed = 0
         """What any rank was, as of the last round: so it changes on all of them in the same place."""
+        self._marks = marks
         self._spans = spans or Spans()
 
-    def round(self, place: str, values: Sequence[int] = ()) -> list[list[int]]:
-        """Exchange 64-bit integers with all ranks; missing ones count as 0. Returns a list of ``width`` per rank.
+    def round(self, place: str, values: Sequence[int] = (), marks: Sequence[int] = ()) -> Met:
+        """Tell all ranks 64-bit integers, and learn theirs: see ``ControlGroup.meet``. Missing ones count as 0.
 
         Collective. Raises ``DivergenceError`` on every rank if ``place``, what a rank is doing, differs between them.
         """
-        message = [self.notice, *values]
-        message += [0] * (self.width + 1 - len(message))
+        told = [self.notice, *marks, *[0] * (self._marks - len(marks))]
         with self._spans.of(Phase.AGREE, place) if self._spans.heard else _NOTHING:
-            rows = self.control.exchange(message, place)
-        for row in rows:
-            self.noticed |= row[0]
-        return [row[1:] for row in rows]
+            met = self.control.meet(place, [*values, *[0] * (self.width - len(values))], told)
+        self.noticed |= met.marks[0]
+        return Met(met.rows, met.marks[1:], met.alike[1:])
 
 
 class ExternalWrites:
@@ -71,6 +71,13 @@ class ExternalWrites:
     def note(self, what: str, number: int) -> None:
         """Note one write to what is called ``what`` on every rank, by a number for what was written."""
         self._notes.append(f"{what} (values {number})")
+
+    def take(self) -> ExternalWrites:
+        """Those noted so far, to be compared later than what follows is noted."""
+        taken = ExternalWrites()
+        taken._notes, taken.cleared = self._notes, self.cleared
+        self.forget()
+        return taken
 
     def forget(self) -> None:
         """The ranks have compared, or the step was given up."""

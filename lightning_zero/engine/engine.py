@@ -33,7 +33,7 @@ from lightning_zero._torch import (
     take_gradient,
 )
 from lightning_zero.comm import Collectives, ControlGroup, Totals, raising
-from lightning_zero.comm.control import parent_rank
+from lightning_zero.comm.control import Met, parent_rank
 from lightning_zero.config import Tier
 from lightning_zero.engine.access import ParameterAccess
 from lightning_zero.engine.agreement import Agreement, Means
@@ -112,6 +112,7 @@ class Progress:
     in_backward: bool = False
     explicit: bool = False  # ``ZeroEngine.backward`` says when the running one is over
     reduces: bool = True  # whether the running backward reduces gradients
+    backward_follows: bool = False  # at once, when the scope that runs has ended: no code of the user's is between
     between_micro_steps: bool = False  # the last backward was not the last one before a step
     calls: list[ForwardCall] = field(default_factory=list)  # forwards of units that run, the innermost last
     lost: str = ""  # what forwards that raised have written to weights, and why that is an error
@@ -149,8 +150,8 @@ class ZeroEngine:
         values = initial or MetaValues.by_unit(module, plan)
         self.module, self.plan = module, plan
         spans, pool = Spans(), BufferPool(collectives, tiers.device, plan)
-        width = 5 + report_width(sum(layout.trainable for layout in plan.layouts))
-        self.means = means = Means(collectives, control, Agreement(control, width, spans), tiers, pool, spans)
+        marks = 1 + report_width(sum(layout.trainable for layout in plan.layouts))
+        self.means = means = Means(collectives, control, Agreement(control, 5, marks, spans), tiers, pool, spans)
         self.units: list[Unit] = UnitBuilder(module, plan, means, values).build()
         values.place_buffers(tiers.device)
         if initial is None:
@@ -222,8 +223,9 @@ class ZeroEngine:
             ]
 
     def agree(self, place: str, values: Sequence[int] = ()) -> list[list[int]]:
-        """Meet the other ranks outside of a phase and exchange a few numbers: see ``Agreement.round``."""
-        return self.means.agreement.round(place, values)
+        """Meet the other ranks outside of a phase and exchange a few numbers: see ``Agreement.round``. Returns every
+        rank's, in rank order; only one row if all are alike."""
+        return self.means.agreement.round(place, values).rows
 
     def prepare_training(self) -> None:
         """Allocate what gradients need and start to collect them. Once; evaluation needs neither."""
@@ -263,6 +265,7 @@ class ZeroEngine:
     def enter(self, name: str, called: bool = False) -> None:
         """Begin a scope in which units may be needed; scopes nest. ``called``: by the call of a module."""
         self._recover()
+        self.means.control.settle()
         progress = self.progress
         progress.depth += 1
         if progress.depth > 1 or progress.in_backward:
@@ -293,7 +296,12 @@ class ZeroEngine:
             self.abandon()
             return
         self.means.spans.stop(Phase.FORWARD)
-        self._close_forward()
+        follows, progress.backward_follows = progress.backward_follows, False
+        if follows and self._schedule.order.is_open and not progress.lost:
+            self._schedule.end()
+            self.means.control.before = self._close_forward
+        else:
+            self._close_forward()
         self.weights.unbind()
 
     @contextmanager
@@ -383,9 +391,12 @@ class ZeroEngine:
         if progress.in_backward:
             return
         self.access.check_trainer(self.module)
-        if progress.depth > 0:
-            self._close_forward()
-        else:
+        put_off = self._schedule.order.has_ended
+        if put_off:
+            self.means.control.before = None
+        place = f"backward {progress.backwards + 1} (of {progress.scope})"
+        begun = (progress.depth > 0 or put_off) and self._close_forward(then=f"begin of {place}")
+        if progress.depth == 0:
             progress.segment = 0
         self.means.spans.listen()
         self.weights.bind()
@@ -393,10 +404,10 @@ class ZeroEngine:
         progress.between_micro_steps = not self.reduce_gradients
         progress.reduces = self.reduce_gradients or self.plan.placement.shards_gradients
         progress.backwards += 1
-        place = f"backward {progress.backwards} (of {progress.scope})"
         if progress.reduces or sharded:
             # Before anything is sent: a rank that runs no backward here would pair its next transfer with this one's.
-            self.means.agreement.round(f"begin of {place}")
+            if not begun:
+                self.means.agreement.round(f"begin of {place}")
             self.means.collectives.settle()  # what a backward before this one was doing when an error stopped it
         if not progress.explicit and current_graph_task() != -1:
             queue_backward_callback(lambda: None if progress.explicit else self.end_backward())
@@ -458,16 +469,15 @@ class ZeroEngine:
         self.means.spans.stop(Phase.BACKWARD)
         reduces = self._reducer is not None and progress.reduces
         report = self._reducer.report() if self._reducer is not None and reduces else []
-        rows: list[list[int]] = [report]
+        met = Met([], report, [True])
         if self._schedule.sharded:
-            rows = self._schedule.close(report)
+            met, _ = self._schedule.close(report)
             if self.reduce_gradients and not progress.depth:  # a step follows, before which the last shard takes memory
                 self._schedule.vacate()
         elif reduces:
-            rows = self.means.agreement.round(f"backward {progress.backwards} (of {progress.scope})", report)
-            rows = [row[: len(report)] for row in rows]
+            met = self.means.agreement.round(f"backward {progress.backwards} (of {progress.scope})", (), report)
         if self._reducer is not None:
-            self._reducer.close(rows) if reduces else self._reducer.keep_local()
+            self._reducer.close(met.marks, all(met.alike)) if reduces else self._reducer.keep_local()
         progress.in_backward = False
         if progress.depth > 0:
             self._refuse_thawed()
@@ -517,7 +527,7 @@ class ZeroEngine:
         writes = self.means.writes
         rows = self.agree(f"step {progress.steps} of {label}, after {passed}", [writes.digest, *values])
         writes.compare([row[0] for row in rows], self.means.control)
-        if differ is not None and rows.count(rows[0]) < len(rows):
+        if differ is not None and len(rows) > 1:
             differ(self.means.control)
         self._schedule.vacate()
         self.updating, self.access.stepping = True, running
@@ -601,7 +611,7 @@ class ZeroEngine:
                 "rank, or use `with lightning_zero.full_gradients(module):`."
             )
         if at_once:
-            own = [row[1 : 1 + count] for row in rows]
+            own = [row[1 : 1 + count] for row in (rows if len(rows) > 1 else rows * control.world_size)]
             return control.put_together(own) if added else torch.tensor(own, device="cpu").view(torch.float64)
         if not added:
             each = numbers.new_zeros(self.collectives.world_size, count)
@@ -615,6 +625,8 @@ class ZeroEngine:
         progress = self.progress
         self.means.spans.abandon()
         progress.calls.clear()
+        if self._schedule.order.has_ended:
+            self.means.control.before = None
         self._schedule.abandon()
         self.means.tiers.abandon()
         if self._reducer is not None:
@@ -623,7 +635,7 @@ class ZeroEngine:
         for unit in self.units:
             unit.forget_written()
         self.means.writes.forget()
-        progress.depth, progress.in_backward, progress.segment = 0, False, 0
+        progress.depth, progress.in_backward, progress.segment, progress.backward_follows = 0, False, 0, False
         self.weights.unbind()
 
     def detach(self) -> None:
@@ -657,12 +669,13 @@ class ZeroEngine:
         self._schedule.open(f"forward {progress.segment} of {progress.scope}", place, amid=progress.segment > 0)
         progress.segment += 1
 
-    def _close_forward(self) -> None:
+    def _close_forward(self, then: str = "") -> bool:
+        """Whether all ranks go on with ``then`` at once."""
         lost, self.progress.lost = self.progress.lost, ""
         if lost:
             raise ParameterAccessError(lost)
-        if self._schedule.order.is_open:
-            self._schedule.close()
+        order = self._schedule.order
+        return (order.is_open or order.has_ended) and self._schedule.close(then=then)[1]
 
     def _finish(self, unit: ShardedUnit) -> None:
         span = self._schedule.guard.active.pop(unit)

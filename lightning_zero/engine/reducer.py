@@ -31,8 +31,7 @@ from collections import defaultdict
 from collections.abc import Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial, reduce
-from operator import or_
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -604,15 +603,15 @@ class GradientReducer:
         bits = sum([1 << index for index, flag in enumerate(flags) if flag])
         return [bits >> start & (1 << _BITS) - 1 for start in range(0, len(flags), _BITS)]
 
-    def close(self, rows: Sequence[Sequence[int]]) -> None:
-        """Reduce what is left, and publish. ``rows`` holds every rank's report.
+    def close(self, merged: Sequence[int], alike: bool) -> None:
+        """Reduce what is left, and publish. ``merged`` are the bits of all ranks' reports; ``alike``: whether these are
+        the same.
 
         Collective: every rank.
         """
         running, count = self._running, len(self.buckets)
-        if any(row != rows[0] for row in rows):
+        if not alike:
             self._unlike.add(running.name)
-        merged = [reduce(or_, words) for words in zip(*rows, strict=True)]
         flags = [bool(merged[index // _BITS] >> index % _BITS & 1) for index in range(3 * count)]
         touched, complete, late = flags[:count], flags[count : 2 * count], flags[2 * count :]
         for index in running.order[running.launched :]:

@@ -41,6 +41,7 @@ from torch import nn
 
 from lightning_zero._torch import compiler_of_frames, in_function_transform, is_tracing
 from lightning_zero.comm import raising
+from lightning_zero.comm.control import Met
 from lightning_zero.comm.streams import Event
 from lightning_zero.config import Tier
 from lightning_zero.engine.agreement import Agreement, Means
@@ -68,6 +69,7 @@ class _Phase:
     issued: int = 0  # uses[:issued] have been gathered or were resident
     seen: list[int] = field(default_factory=list)
     served: list[int] = field(default_factory=list)
+    ended: bool = False
 
 
 class UnitOrder:
@@ -96,7 +98,12 @@ class UnitOrder:
     @property
     def is_open(self) -> bool:
         """Whether a phase is running."""
-        return self._phase is not None
+        return self._phase is not None and not self._phase.ended
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a phase has ended that is not closed yet."""
+        return self._phase is not None and self._phase.ended
 
     def open(self, name: str, place: str) -> None:
         """Begin a phase. Those of one ``name`` share an order; ``place`` is this very occurrence, for agreement."""
@@ -124,25 +131,34 @@ class UnitOrder:
         self._issue_rest(phase)
         phase.cursor = len(uses)
         while not self._gathers.resident(unit):
-            self._serve(phase, self._agreement.round(phase.place, [unit + 1]))
+            self._serve(phase, self._agreement.round(phase.place, [unit + 1]).rows)
 
-    def close(self, values: Sequence[int] = ()) -> tuple[list[list[int]], int | None, bool]:
-        """End the phase together with the other ranks, and tell them ``values`` on this occasion. Collective.
-
-        Returns every rank's ``values``; the unit that some rank needed and the order did not offer, if that has never
-        happened in such a phase; and whether all ranks used the same units in the same order. Raises
-        ``DivergenceError`` on every rank if the others are elsewhere.
-        """
+    def end(self) -> None:
+        """End the phase on this rank: nothing is needed any more until it is closed. Local."""
         phase = self._running()
+        phase.ended = True
         if self._agreement.control.world_size > 1:
             self._issue_rest(phase)
-        signature = zlib.crc32(f"{phase.seen}".encode())
+
+    def close(
+        self, values: Sequence[int] = (), marks: Sequence[int] = (), then: str = ""
+    ) -> tuple[Met, int | None, bool]:
+        """End the phase together with the other ranks, and tell them ``values`` and ``marks`` on this occasion.
+
+        Returns what the ranks told, of which the first mark says whether all used the same units in the same order; the
+        unit that some rank needed and the order did not offer, if that has never happened in such a phase; and whether
+        all ranks go on with ``then`` at once. Raises ``DivergenceError`` on every rank if the others are elsewhere.
+        Collective.
+        """
+        phase = self._running()
+        self.end()
+        signature, after = zlib.crc32(f"{phase.seen}".encode()), zlib.crc32(then.encode())  # 0 of nothing
         while True:
-            rows = self._agreement.round(phase.place, [0, signature, *values])
-            if not self._serve(phase, rows):
+            met = self._agreement.round(phase.place, [0, after, *values], [signature, *marks])
+            if not self._serve(phase, met.rows):
                 break
         self._phase = None
-        agreed, change = all(row[1] == signature for row in rows), None
+        agreed, change = met.alike[0], None
         if phase.uses is None:
             # Ranks that took different units agree on what was gathered, in which order; looking ahead in it would
             # throw out units that a rank still needs.
@@ -152,7 +168,8 @@ class UnitOrder:
             change = phase.served[0]
             self._changed.add(phase.name)
             del self._recorded[phase.name]
-        return [row[2:] for row in rows], change, agreed
+        begun = bool(after) and all(row[1] == after for row in met.rows)
+        return Met([row[2:] for row in met.rows], met.marks, met.alike), change, begun
 
     def forget(self, units: Container[int]) -> None:
         """Note that the full weights of some units are void. The same call on every rank."""
@@ -238,6 +255,7 @@ class UnitSchedule:
         self._staying = tuple(unit for unit in self.sharded.values() if unit.index == plan.root)
         self._joined: dict[ShardedUnit, str] = {}  # what is to stay, unknown to other ranks; of which parameter
         self._failure: OffloadError | None = None  # a shard that could not be fetched: its unit computes with NaN
+        self._written = means.writes  # before the phase ended, if it is closed later
         self._masters: Event = None
         self._changes = 0  # how often masters may have got other values: at a step, and where a phase begins
         self._gathered = False  # whether anything but the root was gathered since then
@@ -287,19 +305,27 @@ class UnitSchedule:
             unit.wait()
         return unit.pins > 0
 
-    def close(self, values: Sequence[int] = ()) -> list[list[int]]:
-        """End the phase, and tell the other ranks ``values`` on this occasion. Returns those of all ranks. Collective.
+    def end(self) -> None:
+        """End the phase on this rank, which is closed later: before anything else that is collective. Local."""
+        self._let_go()
+        self.order.end()
+        self._written = self._means.writes.take()
+        self._wait()
 
-        Raises ``OffloadError`` on every rank if one could not fetch a shard in this phase.
+    def close(self, report: Sequence[int] = (), then: str = "") -> tuple[Met, bool]:
+        """End the phase, and tell the other ranks a ``report`` on this occasion. Collective.
+
+        Returns of the report the bits that any rank has, and which of its numbers are alike; and whether all ranks go
+        on with ``then`` at once. Raises ``OffloadError`` on every rank if one could not fetch a shard in this phase.
         """
         control, writes = self._means.control, self._means.writes
-        for unit in (*self._staying, *self._joined):
-            if unit.pins:
-                self.reshard(unit)
-        told = [int(self._failure is not None), writes.digest, int(bool(self._joined)), *values]
-        rows, change, _ = self.order.close(told)
-        for unit in self.sharded.values() if self._means.tiers.streams.beside else ():
-            unit.wait()  # also if nobody used it: its gather reads the shard, which may be written from here on
+        if self.order.has_ended:
+            writes = self._written
+        else:
+            self._let_go()
+        told = [int(self._failure is not None), writes.digest, int(bool(self._joined))]
+        (rows, marks, alike), change, begun = self.order.close(told, report, then)
+        self._wait()
         if 1 in [row[0] for row in rows]:
             failure, self._failure = self._failure, None
             advice = "Resume from the last checkpoint, which is intact."
@@ -309,7 +335,16 @@ class UnitSchedule:
         if change is not None and not joined:
             # Not a warning: an order that changes at random (layer dropout) is as good as any, and nothing is wrong.
             _log.debug("Unit '%s' was needed in another order than before.", self.sharded[change].name)
-        return [row[3:] for row in rows]
+        return Met([], marks[1:], alike[1:]), begun
+
+    def _let_go(self) -> None:
+        for unit in (*self._staying, *self._joined):
+            if unit.pins:
+                self.reshard(unit)
+
+    def _wait(self) -> None:
+        for unit in self.sharded.values() if self._means.tiers.streams.beside else ():
+            unit.wait()  # also if nobody used it: its gather reads the shard, which may be written from here on
 
     def guard_root(self) -> None:
         """Have what is saved of the root gathered again, where no step method tells when its backward comes. Local."""

@@ -63,6 +63,7 @@ __all__ = [
     "is_running",
     "refuse_other_strategies",
     "refuse_unsynced",
+    "undisturbed",
     "without_modules",
 ]
 
@@ -245,6 +246,16 @@ TRAINERS: WeakSet[Trainer] = WeakSet()
 def is_running(module: nn.Module) -> bool:
     """Whether one of them trains or evaluates the module at this moment."""
     return any(_runs(trainer) and trainer.lightning_module is module for trainer in TRAINERS)
+
+
+def undisturbed(trainer: Any, hooks: Iterable[str]) -> bool:
+    """Whether neither the module nor a callback of a Trainer does anything in these hooks."""
+    for part in (trainer.lightning_module, *trainer.callbacks):
+        base = Callback if isinstance(part, Callback) else LightningModule
+        for hook in hooks:
+            if getattr(getattr(part, hook, None), "__func__", None) is not getattr(base, hook, None):
+                return False
+    return True
 
 
 def _runs(trainer: Trainer) -> bool:

@@ -58,6 +58,7 @@ from lightning_zero.trainer.callbacks import (
     is_running,
     refuse_other_strategies,
     refuse_unsynced,
+    undisturbed,
     without_modules,
 )
 from lightning_zero.trainer.loaders import NoBatch, Signals, lock_loaders
@@ -68,6 +69,7 @@ __all__ = ["ZeroStrategy"]
 
 _DEFAULT_POLICY = CheckpointPolicy()
 _DEFAULT_LOADERS = LoaderPolicy()
+_BEFORE_BACKWARD = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
 
 
 class ZeroStrategy(Processes, ParallelStrategy):
@@ -316,9 +318,17 @@ class ZeroStrategy(Processes, ParallelStrategy):
         training, averaged = name == "training_step", self._module.automatic_optimization
         with self.precision_plugin.forward_context(), self.session.step(name, training=training, averaged=averaged):
             result = None if without else getattr(self._module, name)(*args, **kwargs)
+            if training and averaged and self.placement.shards_parameters:
+                self.engine.progress.backward_follows = self._backward_follows(result is not None or without)
         if not training:
             self._signals.heed(between=True)
         return torch.zeros((), device=self.root_device, requires_grad=True) if without and training else result
+
+    def _backward_follows(self, loss: bool) -> bool:
+        """Whether a backward comes next, before any code of the user's."""
+        trainer: Any = self._module.trainer
+        skipped = trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward  # 2.6
+        return loss and not skipped and undisturbed(trainer, _BEFORE_BACKWARD)
 
     def take_part(self, step: str) -> None:
         """Take part in a step of evaluation that other ranks have a batch for. Collective: every rank."""

@@ -21,7 +21,7 @@ def make_means(plan: Plan, wire: Collectives) -> Means:
     """What the parts of an engine of one rank work with."""
     control, device = ControlGroup(None), torch.device("cpu")
     pool = BufferPool(wire, device, plan)
-    return Means(wire, control, Agreement(control, 6), MemoryTiers(device), pool, Spans())
+    return Means(wire, control, Agreement(control, 5, 4), MemoryTiers(device), pool, Spans())
 
 
 class WrappedCollectives(Collectives):

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from lightning_zero._torch import WeakStorage
 from lightning_zero.activations import Activations
 from lightning_zero.comm import ControlGroup, LocalCollectives
+from lightning_zero.comm.control import Met
 from lightning_zero.config import ActivationPolicy
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.offload import MemoryTiers
@@ -77,9 +78,9 @@ class Places(ControlGroup):
         super().__init__(None)
         self.seen: list[str] = []
 
-    def exchange(self, values: Sequence[int], place: str = "") -> list[list[int]]:
+    def meet(self, place: str, values: Sequence[int] = (), marks: Sequence[int] = ()) -> Met:
         self.seen.append(place)
-        return super().exchange(values, place)
+        return super().meet(place, values, marks)
 
 
 class Run:

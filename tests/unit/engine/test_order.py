@@ -9,10 +9,13 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import pytest
 
+from lightning_zero.comm.control import Met
 from lightning_zero.engine.agreement import Agreement
 from lightning_zero.engine.schedule import UnitOrder
 from lightning_zero.errors import DivergenceError
@@ -47,12 +50,15 @@ class Control:
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting, self.rank, self.world_size, self.width = meeting, rank, meeting.world_size, 8
 
-    def exchange(self, values: Sequence[int], place: str = "") -> list[list[int]]:
-        rows = self.meeting.exchange(self.rank, (place, list(values)))
-        if len({place for place, _ in rows}) > 1:
-            raise DivergenceError("\n".join(f"rank {rank}: {place}" for rank, (place, _) in enumerate(rows)))
-        assert len({len(row) for _, row in rows}) == 1
-        return [row for _, row in rows]
+    def meet(self, place: str, values: Sequence[int] = (), marks: Sequence[int] = ()) -> Met:
+        rows = self.meeting.exchange(self.rank, (place, [*values], [*marks]))
+        if len({place for place, _, _ in rows}) > 1:
+            raise DivergenceError("\n".join(f"rank {rank}: {place}" for rank, (place, _, _) in enumerate(rows)))
+        assert len({(len(row), len(marks)) for _, row, marks in rows}) == 1
+        told = [row for _, row, _ in rows]
+        each = [*zip(*(marks for _, _, marks in rows), strict=True)]
+        marks = [reduce(or_, words) for words in each]
+        return Met(told[: 1 if told.count(told[0]) == len(told) else None], marks, [len({*one}) == 1 for one in each])
 
     def gather_objects(self, value: Any) -> list[Any]:
         return self.meeting.exchange(self.rank, value)
@@ -69,7 +75,7 @@ class Rank:
         self.there: set[int] = set()
         self.pins: dict[int, int] = {}
         self.fetches = False
-        self.order = UnitOrder(Agreement(Control(meeting, rank), 2), slots, self, prefetch)
+        self.order = UnitOrder(Agreement(Control(meeting, rank), 2, 1), slots, self, prefetch)
 
     def resident(self, unit: int) -> bool:
         return unit in self.there
@@ -109,7 +115,8 @@ class Rank:
         else:
             for unit in uses:
                 self.use(unit)
-        _, change, agreed = self.order.close()
+        met, change, _ = self.order.close()
+        agreed = met.alike[0]
         return change, agreed
 
     def step(self) -> None:
@@ -244,7 +251,8 @@ def test_a_unit_that_is_gathered_while_another_has_its_place_is_there_for_its_ne
             rank.order.open("backward", "backward")
             rank.use(0, lambda: rank.use(1))
             rank.use(1)
-            _, change, agreed = rank.order.close()
+            met, change, _ = rank.order.close()
+            agreed = met.alike[0]
             found.append((change, agreed, list(rank.issued)))
             rank.step()
         return found

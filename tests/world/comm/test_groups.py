@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_zero.comm import ControlGroup, Groups
-from lightning_zero.comm.control import naming_failures, raising
+from lightning_zero.comm.control import Met, naming_failures, raising
 from lightning_zero.engine.agreement import Agreement
 from lightning_zero.errors import CommunicationError, DivergenceError, OffloadError
 from tests.helpers.world import run_world
@@ -35,6 +35,42 @@ def test_exchange(world_size: int) -> None:
     ranks = range(world_size)
     expected = [[[r, -(2**62)] for r in ranks], [[10 + r, 5] for r in ranks], [[r] * 3 for r in ranks]]
     assert in_world(world_size, run) == [expected] * world_size
+
+
+@pytest.mark.parametrize("few", [0, 16])
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_what_each_rank_said_is_sent_where_it_is_not_alike(
+    world_size: int, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Marks may differ; and of many ranks nobody's row is sent as long as the values are alike."""
+    monkeypatch.setattr("lightning_zero.comm.control._FEW_RANKS", few)
+    sent: list[int] = []
+
+    def run(control: ControlGroup) -> None:
+        rank, swap = control.rank, control._swap
+
+        def counted(mine: torch.Tensor, others: torch.Tensor, distance: int) -> None:
+            sent.append(mine.numel())
+            swap(mine, others, distance)
+
+        control._swap = counted  # type: ignore[method-assign]
+        marks, values = [1 << 2 * rank, 3, int(rank == world_size - 1)], [-(2**63), 7]
+        bits = sum(1 << 2 * other for other in range(world_size))
+        assert control.meet("a", values, marks) == Met([values], [bits, 3, 1], [False, True, False])
+        if not few:
+            assert sent == [2 * 8 * control.width] * (world_size - 1).bit_length()
+        rows = [[-(2**63), 2**62 + other] for other in range(world_size)]
+        assert control.meet("b", rows[rank], marks) == Met(rows, [bits, 3, 1], [False, True, False])
+        assert control.exchange(rows[rank] * 9, "c") == [row * 9 for row in rows]
+        assert control.gather_objects("x" * rank if rank else None) == [None, *("x" * n for n in range(1, world_size))]
+        assert control.gather_objects(None) == [None] * world_size
+        with pytest.raises(DivergenceError, match="rank 0: here\n  rank 1: there\n"):
+            control.meet("there" if rank % 2 else "here", values, marks)
+        with pytest.raises(ValueError, match="here is about 8 numbers, of fewer than 8"):
+            control.meet("here", [0] * 8)
+        control.barrier()
+
+    in_world(world_size, run)
 
 
 def test_sums_are_in_rank_order() -> None:
@@ -81,7 +117,7 @@ def test_lines_that_differ_name_the_first_difference_on_every_rank(name: str) ->
 def test_rounds_tell_places_apart() -> None:
     def run(control: ControlGroup) -> tuple[list[list[int]], str]:
         agreement = Agreement(control, 3)
-        rows = agreement.round("step 1", [control.rank])
+        rows = agreement.round("step 1", [control.rank]).rows
         with pytest.raises(DivergenceError) as caught:
             agreement.round("step 2" if control.rank == 0 else "backward 7", [1, 2, 3])
         return rows, str(caught.value)

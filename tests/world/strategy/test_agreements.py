@@ -31,6 +31,11 @@ class Net(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
+class Between(Net):
+    def on_before_backward(self, loss: Tensor) -> None:
+        pass
+
+
 class Counts(pl.Callback):
     """Exchanges of numbers between the hosts, by batch."""
 
@@ -55,13 +60,14 @@ class Counts(pl.Callback):
 EXPECTED: list[tuple[int, dict[str, Any], list[int]]] = [
     (1, {}, [3, 3]),  # the beginning of a backward, its end, the step
     (2, {}, [3, 3]),
-    (3, {}, [4, 4]),  # and the end of a forward, whose gathers are in one order
+    (3, {}, [3, 3]),  # the end of a forward with the beginning of the backward
+    (3, {"between": True}, [4, 4]),  # unless code of the user's comes between
     (1, {"buffers": True}, [4, 4]),  # and the beginning of a forward, which has rank 0's buffers
-    (3, {"buffers": True}, [5, 5]),
+    (3, {"buffers": True}, [4, 4]),
     (2, {"gradient_clip_val": 0.1}, [4, 4]),  # and the norm
     (1, {"accumulate_grad_batches": 2}, [0, 3]),  # nothing is averaged in the first micro-step
     (2, {"accumulate_grad_batches": 2}, [2, 3]),
-    (3, {"accumulate_grad_batches": 2}, [3, 4]),
+    (3, {"accumulate_grad_batches": 2}, [2, 3]),
     (2, {"offload": HostOffload(optimizer=True)}, [4, 4]),  # and whether all could take the step
 ]
 
@@ -70,7 +76,7 @@ def test_a_step_agrees_once_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(rank: int) -> None:
         for stage, options, expected in EXPECTED:
             chosen = dict(options)
-            net = Net(chosen.pop("buffers", False))
+            net = (Between if chosen.pop("between", False) else Net)(chosen.pop("buffers", False))
             strategy = ZeroStrategy(stage, units=["Sequential"], offload=chosen.pop("offload", None))  # type: ignore[arg-type]
             with monkeypatch.context() as patch, quiet():
                 counts = Counts(patch)

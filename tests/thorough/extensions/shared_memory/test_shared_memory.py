@@ -472,6 +472,25 @@ def test_gloo_where_one_rank_can_not(what: str) -> None:
     assert re.search(f"^Ranks exchange weights and gradients over gloo: {reason}", line), line
 
 
+@pytest.mark.parametrize(
+    ("device", "span", "what"), [*(("meta", None, what) for what in (None, *BREAKS)), ("cpu", 2, None)]
+)
+def test_agreements_of_one_host_take_the_shortcut_whatever_computes(
+    device: str, span: int | None, what: str | None
+) -> None:
+    """Where tensors go another way: on an accelerator, and within shard groups. On all ranks, or on none."""
+    size = 2 * (span or 1)
+
+    def run(rank: int) -> tuple[bool, list[list[int]]]:
+        if what is not None and rank == 1:
+            BREAKS[what][0]()
+        groups = Groups.create("gloo", span=span)
+        choose_collectives(groups, Streams(torch.device(device)), torch.device(device))
+        return groups.control.shortcut is not None, groups.control.exchange([rank, 7])
+
+    assert run_world(size, run, timeout=30) == [(what is None, [[rank, 7] for rank in range(size)])] * size
+
+
 def test_a_rank_without_the_extension_is_an_error_on_all() -> None:
     def run(rank: int) -> None:
         groups = Groups.create("gloo")
