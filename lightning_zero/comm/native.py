@@ -149,11 +149,10 @@ class NativeCollectives(Collectives):
         self, buffer: Tensor, what: str, source: Tensor | None, version: int | None, content: Content
     ) -> Pending:
         with self.streams.gathering():
-            own = self.own_range(buffer)
-            if source is not None and source.dtype != own.dtype:
-                own.copy_(source)
-                source = None
-            all_gather_single(buffer, own if source is None else source, group=self.groups.gather)
+            if source is None or source.dtype != buffer.dtype:
+                own = self.own_range(buffer)
+                source = own if source is None else own.copy_(source)
+            all_gather_single(buffer, source, group=self.groups.gather)
             return self._behind(what, (buffer,))
 
     def _reduce_scatter(self, bucket: Tensor, shard: Tensor, what: str, patience: float, key: Hashable) -> Pending:

@@ -195,7 +195,10 @@ def _collector(bucket: GradientBucket, position: int, engine: Any) -> Callable[[
         if now.plain and room and position not in now.arrived and not torch.is_grad_enabled() and not watched():
             gradient = get_gradient(parameter)  # past what user code sees
             if gradient is not None and gradient.layout is torch.strided:
-                room.views[position].copy_(gradient)
+                if bucket.together:
+                    now.waiting[position] = gradient
+                else:
+                    room.views[position].copy_(gradient)
                 set_gradient(parameter, None)
                 now.arrived.add(position)
                 now.dirty = True

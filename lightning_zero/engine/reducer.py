@@ -10,6 +10,7 @@ backward.
 
 [Note: copy mode]
 Autograd hands each gradient over in a fresh tensor; the hook copies it into its place in the full buffer and drops it.
+Those of a small bucket wait for one another, and one call copies them: on a device that is one kernel.
 Preset ``.grad`` views would save nothing (they cost a zero pass and a read-modify-write) and lose the first gradients
 whenever a parameter's gradient arrives before its unit was seen.
 
@@ -37,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from lightning_zero._torch import WeakStorage, bytes_of, foreach_zero, untracked
+from lightning_zero._torch import WeakStorage, bytes_of, foreach_copy, foreach_zero, untracked
 from lightning_zero.comm import PATIENCE_SECONDS, Collectives, Pending
 from lightning_zero.engine.agreement import Means
 from lightning_zero.engine.events import Phase
@@ -45,12 +46,13 @@ from lightning_zero.engine.pool import Buffer, FlatBuffer, carve
 from lightning_zero.engine.unit import Unit
 from lightning_zero.offload.transfers import Copy, Transfer, Transfers
 from lightning_zero.shards.binding import set_data
-from lightning_zero.shards.slice import FlatParameters, cut
+from lightning_zero.shards.slice import FlatParameters
 
 __all__ = ["GradientBucket", "GradientReducer", "put_gradient", "report_width"]
 
 
 _FEW = 64  # elements
+_TOGETHER_NBYTES = 2**26  # above that a copy takes longer than a call, and gradients that wait take memory
 _BITS = 62
 _NOTHING = nullcontext()
 
@@ -85,7 +87,7 @@ class GradientShard:
     def __init__(self, flat: FlatParameters, lasting: Tensor | None) -> None:
         self._flat = flat
         self._lasting = lasting
-        self._parts = [] if lasting is None else cut(lasting, flat.slices)
+        self._parts = [] if lasting is None else flat.cut(lasting)
         self._held: Tensor | None = None  # other memory, in a backward
         self._left: WeakStorage | None = None  # the same, as long as anybody has it
         self.numbers = [0] * len(flat.parameters)
@@ -125,7 +127,7 @@ class GradientShard:
     def parts(self) -> list[Tensor]:
         """Its memory, cut by parameters."""
         memory = self.memory()
-        return self._parts if memory is self._lasting else cut(memory, self._flat.slices)
+        return self._parts if memory is self._lasting else self._flat.cut(memory)
 
     def leave(self) -> None:
         """Leave memory that comes and goes to those who have a gradient in it."""
@@ -147,6 +149,7 @@ class Round:
     launched: bool = False  # a reduction was started in the running backward
     dirty: bool = False  # gradients arrived that no reduction has taken yet
     plain: bool = False  # gradients only have to be copied: nothing is added to anything
+    waiting: dict[int, Tensor] = field(default_factory=dict)  # of those that arrived: what is still to be copied
     held: dict[int, TensorWeakRef] = field(default_factory=dict)  # what autograd keeps of those whose parts still come
     pending: Pending | None = None  # the reduction under way
     direct: bool = False  # what it ends with is in the shard
@@ -194,6 +197,8 @@ class GradientBucket:
         self._lasting = None if resident is None else FlatBuffer.of(resident, flat.layout)
         self.room = self._lasting
         """Where gradients are collected, of the reduce dtype."""
+        self.together = self.nbytes <= _TOGETHER_NBYTES and not flat.layout.reduce_dtype.is_complex
+        """Whether gradients wait for one another, to be copied by one call."""
         self.grouped = False
         """Whether the averages in the shard are those of one shard group of several."""
         self.round = Round()
@@ -251,6 +256,8 @@ class GradientBucket:
         if not now.dirty:
             self._make_way()
         with untracked():
+            if now.waiting:
+                self._copy_waiting(self.room.views)
             if gradient.layout is not torch.strided:
                 gradient = gradient.to_dense()
             view = self.room.views[position]
@@ -318,6 +325,8 @@ class GradientBucket:
         full, views, empty = self.room
         now.launched, now.dirty, now.plain = True, False, False
         with untracked():
+            if now.waiting:
+                self._copy_waiting(views)
             if len(now.arrived) < len(views):
                 missing = [i for i in range(len(views)) if i not in now.arrived and not self.still_local(i)]
                 empty = [*(views[position] for position in missing), *empty]
@@ -407,10 +416,13 @@ class GradientBucket:
         now, parts = self.round, self.shard.parts()
         if self.room is None:
             return
+        if now.waiting:
+            with untracked():
+                self._copy_waiting(self.room.views)
         new = now.arrived - now.kept
         if not self.in_place:
             own = self._collectives.own_range(self.room.flat)
-            pieces = cut(own, self.flat.slices)
+            pieces = self.flat.cut(own)
             copies = [Copy(pieces[position], parts[position]) for position in new]
             if len(new) == len(parts):
                 copies = [Copy(own, self.shard.memory())]
@@ -431,6 +443,12 @@ class GradientBucket:
     def _show(self, position: int, part: Tensor) -> None:
         self._targets[position].grad = part
         self.shard.numbers[position] += 1
+
+    def _copy_waiting(self, views: list[Tensor]) -> None:
+        """Copy gradients that wait to their places."""
+        waiting = self.round.waiting
+        foreach_copy(list(map(views.__getitem__, waiting)), list(waiting.values()))
+        waiting.clear()
 
     def _look(self) -> bool:
         """Note what is kept, and return whether anything is: see [Note: averages that stay]."""
@@ -465,7 +483,7 @@ class GradientBucket:
         target = self.shard.memory(whole=not kept) if total is None else total
         if not kept or len(kept) == len(self._targets):
             return [Copy(result, target, bool(kept))]
-        pairs = enumerate(zip(cut(result, self.flat.slices), cut(target, self.flat.slices), strict=True))
+        pairs = enumerate(zip(self.flat.cut(result), self.flat.cut(target), strict=True))
         return [Copy(piece, part, position in kept) for position, (piece, part) in pairs]
 
 

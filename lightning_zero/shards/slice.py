@@ -27,7 +27,6 @@ __all__ = [
     "Placeholders",
     "Slice",
     "checksum",
-    "cut",
     "fingerprint",
     "flat_range",
     "shard_parameter",
@@ -108,12 +107,6 @@ class Slice:
             self.data.copy_(values)
 
 
-def cut(shard: Tensor, pieces: Sequence[ShardSlice]) -> list[Tensor]:
-    """1-D views of the parts of a shard, one per parameter (0 elements where nothing is owned)."""
-    with untracked():
-        return [shard.narrow(0, piece.shard_start if piece.numel else 0, piece.numel) for piece in pieces]
-
-
 def views_of(buffer: Tensor, layout: FlatLayout) -> list[Tensor]:
     """The parameters of a layout as views of a flat buffer, full shapes."""
     with untracked():
@@ -156,13 +149,21 @@ class FlatParameters:
         between steps counts, as on ordinary parameters, so the master has to take it over."""
         self.placeholders = tuple(placeholders)
         self.slices = layout.slices(rank)
-        parts = cut(master, self.slices)
+        self._sizes, self._places = _tiles(self.slices, layout.shard_numel)
         self.shards = tuple(
             [
                 Slice(self, at, data, shard_parameter(data) if layout.trainable else None)
-                for at, data in enumerate(parts)
+                for at, data in enumerate(self.cut(master))
             ]
         )
+
+    def cut(self, shard: Tensor) -> list[Tensor]:
+        """1-D views of what in ``shard``, which is laid out as the master, is each parameter's: maybe 0 elements."""
+        with untracked():
+            if isinstance(shard, OffloadedTensor):
+                return [shard.narrow(0, piece.shard_start, piece.numel) for piece in self.slices]
+            parts = shard.split_with_sizes(self._sizes)  # one call for all of them: this runs in every backward
+        return list(map(parts.__getitem__, self._places))
 
     def refresh(self) -> None:
         """Make the weights what the master is, now."""
@@ -181,6 +182,20 @@ class FlatParameters:
         if self.weights is not None:
             with untracked():
                 self.weights.narrow(0, start, values.numel()).copy_(values)
+
+
+def _tiles(pieces: Sequence[ShardSlice], numel: int) -> tuple[list[int], list[int]]:
+    """The sizes of what follows one another in a shard, gaps included, and which of it are ``pieces``."""
+    sizes: list[int] = []
+    places: list[int] = []
+    end = 0
+    for piece in pieces:
+        if piece.numel and piece.shard_start > end:
+            sizes.append(piece.shard_start - end)
+        places.append(len(sizes))
+        sizes.append(piece.numel)
+        end = piece.shard_start + piece.numel if piece.numel else end
+    return [*sizes, numel - end], places
 
 
 class Placeholders:

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 import lightning_zero
@@ -96,3 +97,47 @@ def test_a_step_takes_few_calls_in_few_files(stage: int) -> None:
         assert sum(counted.values()) <= calls, f"{phase}: {sum(counted.values())} calls: {counted.most_common(20)}"
         names = sorted({place.split()[0] for place in counted})
         assert len(names) <= files, f"{phase}: {names}"
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is called, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Counted(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = Operations()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        if self.trainer.global_step == TRACED:
+            self.operations.__enter__()
+
+    def on_after_backward(self) -> None:
+        if self.trainer.global_step == TRACED:
+            self.operations.__exit__(None, None, None)
+
+
+def operations(rank: int) -> Counter[str]:
+    net = Counted()
+    with quiet():
+        make_trainer(ZeroStrategy(stage=3, units=["Block"])).fit(net, DataLoader(range(TRACED + 1), batch_size=None))
+    return net.operations.counts
+
+
+def test_gradients_of_a_unit_are_copied_together_and_cut_together() -> None:
+    found = run_world(2, operations, environment={"LIGHTNING_ZERO_SHARED_MEMORY": "0"})[0]
+    assert found["_foreach_copy_"] == 4  # once a unit
+    assert found["copy_"] <= 4 + 4 + 3  # the first gradient of a unit; and its own part, in a reduction and in a gather
+    assert found["split_with_sizes"] == 4  # a shard, of which each parameter has a part
+    assert found["slice"] <= 8  # the wire's
