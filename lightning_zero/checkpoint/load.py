@@ -34,7 +34,6 @@ from lightning_zero.checkpoint.format.record import (
     Opened,
     Record,
     TensorItem,
-    ValueItem,
     put_together,
 )
 from lightning_zero.checkpoint.format.stored import Source, StoredTensor
@@ -271,11 +270,17 @@ def read_directory(files: Files) -> Opened:
             if isinstance(item, TensorItem):
                 pairs.append((item.path, StoredTensor(directory.source, key, item)))
                 continue
-            value, left_out = _value(directory, item)
-            if left_out is None:
-                pairs.append((item.path, value))
+            if isinstance(item, BlobItem):
+                loaded = load_safely(open_range(files, item.file, item.offset, item.nbytes))
+                found, left_out = loaded or (None,), [item.type] if loaded is None else []
             else:
-                missing.append((key, left_out))
+                one = Decoder()
+                found = tuple(one.decode({"value": item.value}).values())
+                left_out = [kind for _, kind in one.unsupported]
+            if left_out:
+                missing.append((key, left_out[0]))
+            else:
+                pairs.append((item.path, *found))
         rest = decoder.decode(directory.record.meta)
         if not isinstance(rest, dict):
             raise ValueError(f"its meta is a {type(rest).__name__}")
@@ -285,16 +290,6 @@ def read_directory(files: Files) -> Opened:
     except ValueError as error:
         raise _unusable(files, RECORD_FILE, error) from error
     return Opened(checkpoint, directory.digest, [f"'{name}' ({kind})" for name, kind in missing])
-
-
-def _value(directory: Directory, item: ValueItem | BlobItem) -> tuple[Any, str | None]:
-    """A value, or the class for which it is not loaded."""
-    if isinstance(item, BlobItem):
-        found = load_safely(open_range(directory.files, item.file, item.offset, item.nbytes))
-        return (None, item.type) if found is None else (found[0], None)
-    decoder = Decoder()
-    (value,) = decoder.decode([item.value])
-    return value, decoder.unsupported[0][1] if decoder.unsupported else None
 
 
 def load_safely(archive: IO[bytes]) -> tuple[Any] | None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 import zlib
+from enum import Enum
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -306,3 +309,18 @@ def test_shards_in_a_tuple_are_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"'ema(\.a)?' holds sharded parameters in a tuple: use a list"):
             save_alone(tmp_path / "c", {"state_dict": {}, "ema": ema})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_member_of_an_enum_that_this_program_has_not_imported_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere: Any = ModuleType("elsewhere")
+    with monkeypatch.context() as imported:
+        imported.setitem(sys.modules, "elsewhere", elsewhere)
+        elsewhere.Mode = Enum("Mode", ["A"], module="elsewhere")
+        state = {"w": torch.ones(2), "mode": elsewhere.Mode.A, "n": 3}
+        save_checkpoint_directory({"state_dict": state}, tmp_path / "c", control(), plan_summary={})
+        assert open_checkpoint(tmp_path / "c", control())["state_dict"]["mode"] is elsewhere.Mode.A
+    with pytest.warns(UserWarning, match=r"Left out .*'state_dict\.mode' \(elsewhere\.Mode\.A, an enum that"):
+        loaded = open_checkpoint(tmp_path / "c", control())
+    assert list(loaded["state_dict"]) == ["w", "n"]
