@@ -15,12 +15,12 @@ import os
 import struct
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -133,9 +133,9 @@ def save_consolidated_file(
 
     def publish() -> None:
         for layout, staged in made:
-            written: list[list[_Written]] = [[] for _ in layout.places]
+            written: list[list[list[int]]] = [[] for _ in layout.places]
             for number, *part in chain.from_iterable(map(_ROW.iter_unpack, parts)):
-                written[number].append(_Written(*part))
+                written[number].append(part)
             crcs = [_checked(at, sorted(found)) for at, found in zip(layout.places, written, strict=True)]
             with open(staged.path, "r+b") as file:
                 for offset, content in layout.frame(crcs):
@@ -161,15 +161,8 @@ def save_consolidated_file(
 _Held = tuple[Hashable, int, Tensor]
 
 
-class _Written(NamedTuple):
-    """Bytes that were written to a place in the file."""
-
-    start: int
-    nbytes: int
-    crc32: int
-
-
-_ROW = struct.Struct("=4q")  # the place, counted in the order of the file, and what was written
+_ROW = struct.Struct("=4q")
+"""Bytes that were written: the number of their place in the file, where in it they begin, how many, and the CRC-32."""
 
 
 def fill(path: str, offsets: Mapping[Hashable, int], held: Iterable[_Held]) -> bytes:
@@ -198,18 +191,18 @@ def fill(path: str, offsets: Mapping[Hashable, int], held: Iterable[_Held]) -> b
     return bytes(rows)
 
 
-def _checked(place: Place, parts: Iterable[_Written]) -> int:
+def _checked(place: Place, parts: Iterable[Sequence[int]]) -> int:
     """The checksum of parts, which must be the whole, without holes or overlaps."""
-    end = crc32 = 0
-    for part in parts:
-        if part.start != end:
-            who = "held by no rank" if part.start > end else "held by several ranks"
-            raise ValueError(f"of '{place.key}', bytes {min(part.start, end)} to {max(part.start, end)} are {who}")
-        crc32 = combine(crc32, part.crc32, part.nbytes) if end else part.crc32
-        end += part.nbytes
+    end = whole = 0
+    for start, nbytes, crc32 in parts:
+        if start != end:
+            who = "held by no rank" if start > end else "held by several ranks"
+            raise ValueError(f"of '{place.key}', bytes {min(start, end)} to {max(start, end)} are {who}")
+        whole = combine(whole, crc32, nbytes) if end else crc32
+        end += nbytes
     if end != place.nbytes:
         raise ValueError(f"of '{place.key}', {end} of {place.nbytes} bytes are held by the ranks")
-    return crc32
+    return whole
 
 
 def _tied(leaves: Mapping[str, Leaf]) -> list[list[str]]:

@@ -28,15 +28,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lightning_zero._torch import untracked
-from lightning_zero.checkpoint.format.dcp import (
-    Box,
-    BoxItem,
-    StoredBox,
-    StoredBytes,
-    boxes,
-    linear,
-    write_metadata,
-)
+from lightning_zero.checkpoint.format.dcp import Box, BoxItem, StoredBox, StoredBytes, boxes, write_metadata
 from lightning_zero.checkpoint.format.record import (
     META_FILE,
     META_TENSORS_FILE,
@@ -257,32 +249,31 @@ def _write_part(staging: Staging, rank: int, divided: Divided) -> _Part:
         file = ChecksummedFile(opened, torch.serialization.get_crc32_options())
         known: dict[Any, tuple[int, int, int, int]] = {}
         for number, (key, leaf) in enumerate(divided.leaves.items()):
-            value = leaf.value
-            shard = value if isinstance(value, FlatShard) else None
-            if key not in divided.own and (shard is None or not shard.local.numel()):
+            value, is_shard = leaf.value, isinstance(leaf.value, FlatShard)
+            if key not in divided.own and not (is_shard and value.local.numel()):
                 continue
-            if shard is None and not is_plain(value):
+            if not is_shard and not is_plain(value):
                 part.own[key] = _write_value(file, path.name, leaf, part.lost)
                 continue
+            ahead: Tensor = value.local if is_shard else value.detach()
+            shape, place = tuple(value.shape), value.start if is_shard else 0
             if key in divided.own:
-                part.own[key] = leaf._replace(value=Hole(None, value.dtype, tuple(value.shape))), None
-            found = [Box((0,) * value.dim(), tuple(value.shape))]  # one also without elements, so that DCP knows it
-            if shard is not None and value.numel():
-                found = boxes(value.shape, shard.start, shard.start + shard.local.numel())
-            ahead = value.detach() if shard is None else shard.local
+                part.own[key] = leaf._replace(value=Hole(None, value.dtype, shape)), None
+            # One box also without elements, so that DCP knows the tensor.
+            found = boxes(shape, place, place + ahead.numel()) if value.numel() else [Box((0,) * len(shape), shape)]
             for box in found:
-                elements = ahead
-                if shard is not None:
-                    elements, ahead = ahead[: math.prod(box.sizes)], ahead[math.prod(box.sizes) :]
+                numel = math.prod(box.sizes)
+                elements, ahead = (ahead[:numel], ahead[numel:]) if len(found) > 1 else (ahead, ahead)
                 same: Any = object()
-                if elements.numel() and elements.is_contiguous():
+                if numel and elements.is_contiguous():
                     same = memory_identity(elements), box.sizes, elements.is_conj(), elements.is_neg()
                 if same not in known:
                     start, layout = file.nbytes, _layout(Hole(0, elements.dtype, box.sizes))
                     (crc32,) = file.write_archive(layout, elements)
                     crc32 = -1 if crc32 is None else crc32
                     known[same] = start, layout.nbytes, start + layout.places[0].offset, crc32
-                rows += _ROW.pack(number, linear(value.shape, box.offsets), elements.numel(), *known[same])
+                rows += _ROW.pack(number, place, numel, *known[same])
+                place += numel
     if file.nbytes:
         part.files[path.name] = FileEntry(file.nbytes, file.checksum)
         staging.deliver([path.name])

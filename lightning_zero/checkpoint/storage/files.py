@@ -26,7 +26,6 @@ __all__ = [
     "Files",
     "LocalFiles",
     "RemoteFiles",
-    "Window",
     "entries_of",
     "is_folder",
     "is_remote",
@@ -203,11 +202,11 @@ def entries_of(store: Any, root: str) -> dict[str, Mapping[str, Any]]:
     return {os.path.basename(path): entry for path, entry in paths.items()}
 
 
-class Window(io.RawIOBase):
-    """A range of a file as a file: ``read_into`` fills memory with what is at an offset of the range."""
+class _Range(io.RawIOBase):
+    """A range of a file as a file; see ``open_range``."""
 
-    def __init__(self, read_into: Callable[[int, memoryview], Any], nbytes: int) -> None:
-        self._read_into, self._nbytes = read_into, nbytes
+    def __init__(self, files: Files, name: str, offset: int, nbytes: int, progress: Callable[[int], Any]) -> None:
+        self._files, self._name, self._offset, self._nbytes, self._progress = files, name, offset, nbytes, progress
         self._position = 0
 
     def readable(self) -> bool:
@@ -227,7 +226,8 @@ class Window(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         memory = memoryview(buffer)
         memory = memory[: max(0, min(len(memory), self._nbytes - self._position))]
-        self._read_into(self._position, memory)
+        self._files.read_into(self._name, self._offset + self._position, memory)
+        self._progress(len(memory))
         self._position += len(memory)
         return len(memory)
 
@@ -249,12 +249,7 @@ def open_range(
     progress: Callable[[int], Any] = lambda nbytes: None,
 ) -> io.BufferedReader:
     """A range of a file as a file, read in pieces of a size. ``progress`` is told the bytes of each."""
-
-    def read_into(place: int, memory: memoryview) -> None:
-        files.read_into(name, offset + place, memory)
-        progress(len(memory))
-
-    return io.BufferedReader(Window(read_into, nbytes), max(1, min(buffer_nbytes, nbytes)))
+    return io.BufferedReader(_Range(files, name, offset, nbytes, progress), max(1, min(buffer_nbytes, nbytes)))
 
 
 def read_index(files: Files, name: str) -> bytes:
