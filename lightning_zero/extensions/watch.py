@@ -7,12 +7,16 @@ waited for a second says in the store of the default group in which collective o
 each group it has entered.
 
 Once all ranks wait, or have failed, the first one judges. A rank can go on if all members of the group have entered
-the collective that it waits in, or wait in it; if nobody can, nobody ever will. The waits have to be the same ones in
-two looks, with two signs of life of every rank in between. As long as one computes, loads, compiles or sleeps nobody
-judges. Runs are counted: who has failed in an earlier one may still come to this one.
+the collective that it waits in, or wait in it; if nobody can, nobody ever will. Then the judge calls, and who waits
+answers after another look. If the waits are the same ones, all were under way when it called. As long as one computes,
+loads, compiles or sleeps nobody judges. Runs are counted: who has failed in an earlier one may still come to this one.
 
 Then each thread ends the wait of its rank: where that waits for memory of other ranks it looks whether there is a
 verdict; in a process group its connections are shut, as if the others had ended.
+
+[Note: few requests]
+One store serves all. Ranks that wait ask it for calls and a verdict, all together ``_RATE`` times a second, and those
+of one host in turns. Who hears of a call makes its file as long as there are calls; the others of the host look at it.
 
 [Note: how a wait is known]
 Our own code notes what it waits for (``comm/control.py``). For a call of torch.distributed in user code or in Lightning
@@ -35,19 +39,23 @@ import gc
 import itertools
 import json
 import os
+import re
 import socket
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from traceback import walk_stack
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from lightning_zero import _torch
 from lightning_zero._torch import abort_group, default_store, entered_collectives, group_called, groups_made
 from lightning_zero.comm.control import ANY_AGREEMENT, notes_of, passed_on
 from lightning_zero.comm.groups import connections, sockets, this_host
@@ -57,11 +65,14 @@ __all__ = ["Watch", "current_watch", "watch_ranks"]
 _TICK_SECONDS = 0.5
 _LONG_SECONDS = 1.0  # in one wait, before anybody is told
 _LONG_ALONE_SECONDS = 5.0  # of a rank that has lost the store
+_RATE, _JUDGE_RATE = 50, 1000  # questions a second of all ranks together; states a second that are read by one
+_TEXT, _NAMED = 500, 16  # characters of what a rank does; ranks that are told of one by one
 _STORE = "(store)"  # in place of a group's name: where processes make groups
 _NO_WAITS = {"_object_to_tensor", "_tensor_to_object", "destroy_process_group", "_shutdown_backend"}
 _MAKE_GROUPS = {"_new_process_group_helper", "_store_based_barrier", "init_process_group"}
 _MAKE_GROUPS |= {"_create_gloo_process_group", "_create_nccl_process_group"}  # since 2.14
 
+_NOBODY = "No rank can go on, because they wait for one another in different places:"
 _ADVICE = (
     "Every rank must make the same calls in the same order. Usual causes: dataloaders of different length; a branch "
     "that asks for the rank (`if self.global_rank == 0:`) around what all ranks have to do together (a checkpoint, "
@@ -76,7 +87,7 @@ class Wait(NamedTuple):
     group: str  # whose members it needs; empty where it needs any other rank
     operation: str
     place: int  # which one it is of the group's
-    members: tuple[int, ...]
+    members: list[tuple[int, int, int]]  # ranges
     text: str  # for people
 
 
@@ -99,26 +110,20 @@ def current_watch() -> Watch | None:
 
 
 class Watch:
-    """One rank's side: a thread that looks, tells and judges. See [Note: when nobody can go on].
-
-    ``group`` gives the default group as long as it lives.
-    """
+    """One rank's side: a thread that looks, tells and judges. ``group`` gives the default group as long as it lives."""
 
     def __init__(self, group: weakref.ref[Any]) -> None:
         self.group = group
         self.verdict = ""
         """Why nobody can go on; empty while somebody may."""
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._default: Any = default_store()  # kept: perhaps this process serves it
+        self._default: Any = default_store()  # kept: perhaps this process serves it, and its client may wait
         connections[_STORE] = clients_of(self._default)
-        self._store: Any = self._default.clone()  # a client of its own: the rank's may be waiting
+        self._store: Any = _torch.prefix_store(f"lightning_zero/watch/{next(_NUMBERS)}", self._default.clone())
         self._stacks = _Stacks(threading.get_ident())
-        self._failure = ""
-        self._runs, self._running = 0, False
-        self._number = next(_NUMBERS)  # the store may outlive the default group
-        self._processes: list[list[Any]] = []  # of all ranks, once all have told
-        self._over = threading.Event()
-        self._lock = threading.Lock()
+        self._failure, self._runs, self._running = "", 0, False
+        self._over, self._lock = threading.Event(), threading.Lock()
+        self._others = _Others(self._store, self._rank, self._world_size)
         self._tell(state="runs")
         self._thread = threading.Thread(target=self._run, name="lightning_zero: watch", daemon=True)
         self._thread.start()
@@ -128,19 +133,22 @@ class Watch:
         """Tell the others of an error that ends this rank's run: it comes to no collective of that any more. Local."""
         if not self._running:  # others may have begun this run
             self._runs, self._running = self._runs + 1, True
-        self._failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:500]
-        self._tell_quietly()
+        first = not self._failure
+        self._failure = f"has failed with {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:_TEXT]
+        with contextlib.suppress(RuntimeError):
+            self._tell(state="runs")
+            if first:
+                count = self._store.add(f"failures {self._runs}", 1)
+                self._store.set(f"failure {self._runs} {count}", json.dumps([self._rank, self._failure]))
 
     def begins_anew(self) -> None:
         """Take part in another run, which each rank counts once. Local."""
-        failed, self._failure = self._failure, ""
-        self._runs, self._running = self._runs + 1, True
+        self._failure, self._runs, self._running = "", self._runs + 1, True
         with contextlib.suppress(RuntimeError):  # who has failed has not waited, and may not know of it yet
-            self._find_verdict()
+            self._tell(state="runs")
+            self.verdict = self.verdict or "".join(_read(self._store, ["verdict"]))
         if self.verdict and not self.verdict.startswith(_EARLIER):
             self.verdict = f"{_EARLIER} {self.verdict}"
-        if failed:
-            self._tell_quietly()
 
     def run_ends(self) -> None:
         """What fails from now on belongs to the next run. Local."""
@@ -149,157 +157,162 @@ class Watch:
     def explain(self) -> str:
         """What is known of why a collective did not complete, as lines; ``verdict`` if nobody could go on. Local."""
         # Who ends for a reason has told of it before its connections are shut; who is killed is gone soon after.
-        deadline, ended = time.monotonic() + _TICK_SECONDS, dict[int, str]()
-        while not ended and time.monotonic() < deadline:
-            ended = {rank: _GONE for rank, process in enumerate(self._processes) if is_gone(process)}
+        for pause in (0.0, 0.05, 0.15, 0.3):
+            time.sleep(pause)
+            ended: dict[int, str] = {rank: _GONE for rank, mine in self._others.here.items() if is_gone(mine[0])}
             with contextlib.suppress(RuntimeError):  # the process with the store has ended
-                if self._find_verdict():
-                    return self.verdict
-                ended |= {rank: s["text"] for rank, s in enumerate(self._states()) if s["state"] == "over"}
-            time.sleep(0.0 if ended else 0.05)
-        return "".join(f"Rank {rank} {text}.\n" for rank, text in sorted(ended.items())[:4])
+                self.verdict = self.verdict or "".join(_read(self._store, ["verdict"]))
+                for run in (self._runs, self._runs + 1):  # others may be ahead
+                    first = range(min(4, self._store.add(f"failures {run}", 0)))
+                    ended |= _read(self._store, [f"failure {run} {place + 1}" for place in first])
+            if self.verdict or ended:
+                break
+        return self.verdict or "".join(f"Rank {rank} {text}.\n" for rank, text in sorted([*ended.items()][:4]))
 
     def end(self) -> None:
-        """End the thread, while the interpreter still runs. May be called again.
-
-        A rank that has failed lets the others, whose connections to it have just been shut, read why.
-        """
+        """End the thread, while the interpreter still runs. May be called again. Rank 0, whose process mostly serves
+        the store, first lets the others read why it has failed."""
         atexit.unregister(self.end)
         self._over.set()
         self._thread.join(5.0)
-        deadline = time.monotonic() + (_LONG_SECONDS if self._failure else 0.0)
+        deadline = time.monotonic() + (_LONG_SECONDS if self._failure and self._rank == 0 else 0.0)
         with contextlib.suppress(RuntimeError):
-            while time.monotonic() < deadline and any(state["state"] != "over" for state in self._states()):
+            while time.monotonic() < deadline and self._store.add(f"failures {self._runs}", 0) < self._world_size:
                 time.sleep(0.05)
         self._default = None
-
-    # ----------------------------------------------------------------- private
-
-    def _key(self, rank: int, what: str = "state") -> str:
-        return f"lightning_zero/watch/{self._number}/{rank}/{what}"
 
     def _tell(self, **state: Any) -> None:
         with self._lock:
             if self._failure:
-                state |= {"state": "over", "text": f"has failed with {self._failure}", "run": self._runs}
+                state |= {"state": "over", "text": self._failure, "run": self._runs}
             state["entered"] = {_STORE: groups_made(), **entered_collectives(), **passed_on}
             state["process"] = process_of(os.getpid())
-            self._store.set(self._key(self._rank), json.dumps(state))
-
-    def _states(self, rank: int | None = None) -> list[dict[str, Any]]:
-        """What one rank has told, or all, once all have told anything; until then nothing."""
-        keys = [self._key(other) for other in (range(self._world_size) if rank is None else [rank])]
-        states = [json.loads(state) for state in self._store.multi_get(keys)] if self._store.check(keys) else []
-        for state in states:
-            gone, over = is_gone(state["process"]), state["state"] == "over"
-            if gone and not over:
-                state |= {"state": "over", "text": _GONE}
-            elif over and not gone and state["run"] < self._runs:
-                state["state"] = "runs"
-        self._processes = [state["process"] for state in states] if rank is None else self._processes
-        return states
-
-    def _tell_quietly(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._tell(state="runs")
+            self._store.set(f"state {self._rank}", json.dumps(state, separators=(",", ":")))
 
     def _run(self) -> None:
-        try:
-            self._look()
-        except RuntimeError:  # of the store, whose process has ended, of which gloo tells; or the connection is cut
-            self._look_alone()
+        last = SimpleNamespace(wait=None, since=0.0, turn=0, told=None, alone=False)
+        with self._others.file:
+            while not self._over.wait(_TICK_SECONDS) and self.group() is not None:
+                try:
+                    self._others.find()
+                    self._look(last)
+                except RuntimeError:  # of the store, whose process has ended; or the connection is cut
+                    last.alone = True
 
-    def _look(self) -> None:
-        wait: Wait | None = None
-        since, beats, number = 0.0, 0, 0
-        looks = _Looks()
-        while not self._over.wait(_TICK_SECONDS) and self.group() is not None:
-            if not self._processes:
-                self._states()
-            now = self._stacks.wait()
-            if now is None or wait is None or now.key != wait.key:
-                if beats:
-                    self._tell(state="runs")
-                wait, since, beats, looks = now, time.monotonic(), 0, _Looks()
-                continue
-            if time.monotonic() - since < _LONG_SECONDS:
-                continue
-            number, beats = number + (not beats), beats + 1
-            told = {**wait._asdict(), "text": f"has waited for {time.monotonic() - since:.0f} s {wait.text}"}
-            self._tell(state="waits", number=number, beats=beats, **told)
-            if not self.verdict:
-                self._judge(looks)
-            if self.verdict:
-                self._break(wait)
-
-    def _look_alone(self) -> None:
-        """Nobody can be asked or told any more: so no wait is a long one of which all know."""
-        wait, since = None, 0.0
-        while not self._over.wait(_TICK_SECONDS) and self.group() is not None:
-            now = self._stacks.wait()
-            if now is None or wait is None or now.key != wait.key:
-                wait, since = now, time.monotonic()
-            elif (seconds := time.monotonic() - since) > _LONG_ALONE_SECONDS:
-                self.verdict = (
-                    f"It has lost the store that the ranks share, and has waited for {seconds:.0f} s {wait.text}."
-                )
-                self._break(wait)
-
-    def _judge(self, looks: _Looks) -> None:
-        """Look at all ranks, and find a verdict if nobody can go on."""
-        if self._find_verdict():
+    def _look(self, last: SimpleNamespace) -> None:
+        """Look, tell of it, judge, and end the wait if nobody can go on. ``last`` says what the last look has found."""
+        calls, wait, now = self._others.calls, self._stacks.wait(), time.monotonic()  # it answers the calls until then
+        if wait is None or last.wait is None or wait.key != last.wait.key:
+            told, last.wait, last.since, last.told, last.turn = last.told, wait, now, None, 0
+            if told is not None and not last.alone:
+                self._tell(state="runs")
+        if wait is None or (seconds := now - last.since) < (_LONG_ALONE_SECONDS if last.alone else _LONG_SECONDS):
             return
-        for rank in range(self._rank):  # the first that has not failed judges
-            if [state["state"] for state in self._states(rank)] != ["over"]:
-                return
-        states = self._states()
-        if not looks.stuck(states):
-            return
-        lines = "\n".join(f"  rank {rank} {state['text']}" for rank, state in enumerate(states))
-        self.verdict = f"No rank can go on, because they wait for one another in different places:\n{lines}\n{_ADVICE}"
-        self._store.set(self._key(0, "verdict"), self.verdict)
-        self._over.wait(2 * _TICK_SECONDS)  # the process with the store does not end before the others have looked
-
-    def _find_verdict(self) -> bool:
-        key = self._key(0, "verdict")
-        if not self.verdict and self._store.check([key]):
-            self.verdict = self._store.get(key).decode()
-        return bool(self.verdict)
-
-    def _break(self, wait: Wait) -> None:
-        if wait.group:
+        text = f"has waited for {seconds:.0f} s {wait.text}"
+        if last.alone:  # nobody can be asked or told any more: so no wait is a long one of which all know
+            self.verdict = f"It has lost the store that the ranks share, and {text}."
+        elif last.told != calls:
+            last.told = calls
+            self._tell(**wait._asdict() | {"state": "waits", "text": text[:_TEXT], "since": last.since, "calls": calls})
+        if not self.verdict and self._others.has_turn(last, seconds):
+            self.verdict = self._others.ask(self._runs)
+            os.truncate(self._others.file.fileno(), self._others.calls)
+            if self.verdict and self._rank == 0:  # the store mostly ends with its process: first the others ask
+                self._over.wait(2 * (_TICK_SECONDS + self._world_size / _RATE / len(self._others.here)))
+        if self.verdict and wait.group:
             connections.shut(wait.group)
             abort_group(wait.group)
 
 
-class _Looks:
-    """Looks at all ranks, one after the other: whether nobody can go on in two of them. See [Note: when nobody can go
-    on]."""
+class _Others:
+    """What a rank hears of the others; the process and file of each that is ``here``. See [Note: few requests]."""
 
-    def __init__(self) -> None:
-        self._first: tuple[Any, ...] = ()
-        self._beats: tuple[int, ...] = ()
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self._store, self._rank, self._world_size, self._host = store, rank, world_size, this_host() or f"rank {rank}"
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115
+        self.here = {rank: (process_of(os.getpid()), f"/proc/{os.getpid()}/fd/{self.file.fileno()}")}
+        self.calls, self.first = 0, 0  # of so many calls it has heard; who judges: the first that has not failed
+        self._looks, self._asked, self._waits = itertools.count(1), 0, list[Any]()
+        store.set(f"{self._host} {store.add(self._host, 1)}", json.dumps([rank, self.here[rank]]))
+        if rank == 0:
+            store.set("verdict", '""')
+            store.add("calls", 0)
 
-    def stuck(self, states: Sequence[Mapping[str, Any]]) -> bool:
-        """Take a look; whether no rank will ever go on."""
-        waits = tuple((state["state"], state.get("number")) for state in states) if _stuck(states) else ()
-        beats = tuple(state.get("beats", 0) for state in states)
-        if not waits or waits != self._first:
-            self._first, self._beats = waits, beats
-            return False
-        return all(
-            now - before >= 2 or state["state"] != "waits"
-            for before, now, state in zip(self._beats, beats, states, strict=True)
-        )
+    def find(self) -> None:
+        """See who is on this host, now and then, as not all begin at once."""
+        if next(self._looks) in (1, 4, 16, 64) and (count := self._store.add(self._host, 0)) > len(self.here):
+            self.here = self.here | dict(_read(self._store, [f"{self._host} {n + 1}" for n in range(count)]))
+
+    def has_turn(self, last: SimpleNamespace, seconds: float) -> bool:
+        """Whether this rank asks now, which has waited for so long."""
+        pause = self._world_size / (_JUDGE_RATE if self.first == self._rank else _RATE)
+        place = sorted(self.here).index(self._rank) / len(self.here)
+        turn = int((seconds - _LONG_SECONDS) / max(_TICK_SECONDS, pause) + 1 - place)
+        asks, last.turn = bool(turn > last.turn), turn
+        for _, path in self.here.values():
+            with contextlib.suppress(OSError):
+                asks |= os.stat(path).st_size > self.calls
+        return asks
+
+    def ask(self, runs: int) -> str:
+        """Hear of calls and of the verdict, and judge if this rank does. ``runs`` are counted by this rank."""
+        while told := _read(self._store, ["calls", "verdict", f"state {self.first}"]):
+            self.calls, verdict, first = told
+            if verdict or self.first == self._rank or _seen(first, runs)["state"] != "over":
+                return str(verdict or (self._judge(runs) if self.first == self._rank else ""))
+            self.first += 1
+        return ""
+
+    def _judge(self, runs: int) -> str:
+        states = [_seen(state, runs) for state in _read(self._store, [f"state {n}" for n in range(self._world_size)])]
+        waits = [(state["state"], state.get("since")) for state in states]
+        if not _stuck(states):
+            self._waits = []
+        elif waits != self._waits:
+            self._waits, self.calls = waits, self._store.add("calls", 1)
+            self._asked = self.calls
+        elif all(state.get("calls", self._asked) >= self._asked for state in states):
+            verdict = _explained(states)
+            self._store.set("verdict", json.dumps(verdict))
+            self.calls = self._store.add("calls", 1)
+            return verdict
+        return ""
+
+
+def _read(store: Any, keys: list[str]) -> list[Any]:
+    """What has been told under these keys; nothing until it has been under all."""
+    return [json.loads(told) for told in store.multi_get(keys)] if keys and store.check(keys) else []
+
+
+def _seen(state: dict[str, Any], runs: int) -> dict[str, Any]:
+    """What a rank has told, as one sees it that has taken part in so many runs."""
+    if is_gone(state["process"]):
+        return state if state["state"] == "over" else state | {"state": "over", "text": _GONE}
+    return state | {"state": "runs"} if state.get("run", runs) < runs else state
+
+
+def _explained(states: Sequence[Mapping[str, Any]]) -> str:
+    """What each rank does; where they are many once for all that do the same, the fewest first."""
+    alike: dict[Any, list[str]] = {}
+    for rank, state in enumerate(states):
+        what = rank if len(states) <= _NAMED else re.sub(r"waited for \d+ s", "", state["text"])
+        alike.setdefault(what, []).append(f"  rank {rank} {state['text']}")
+    lines = [some[0] + f" (and {len(some) - 1} more)" * (len(some) > 1) for some in sorted(alike.values(), key=len)]
+    return "\n".join([_NOBODY, *lines[:_NAMED], _ADVICE])
+
+
+def _ranges(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Ranks in few words: as one range if they are evenly spaced."""
+    step = max(1, ranks[1] - ranks[0] if len(ranks) > 1 else 1)
+    evenly = [*range(ranks[0], ranks[-1] + 1, step)] == [*ranks]
+    return [(ranks[0], ranks[-1] + 1, step)] if evenly else [(rank, rank + 1, 1) for rank in ranks]
 
 
 def _stuck(states: Sequence[Mapping[str, Any]]) -> bool:
     """Whether no rank will ever go on, given what all of them have told."""
-    return (
-        bool(states)
-        and all(state["state"] != "runs" for state in states)
-        and not any(state["state"] == "waits" and _can_go_on(rank, states) for rank, state in enumerate(states))
-    )
+    waits = [rank for rank, state in enumerate(states) if state["state"] == "waits"]
+    runs = any(state["state"] == "runs" for state in states)
+    return bool(states) and not runs and not any(_can_go_on(rank, states) for rank in waits)
 
 
 def _can_go_on(rank: int, states: Sequence[Mapping[str, Any]]) -> bool:
@@ -307,12 +320,10 @@ def _can_go_on(rank: int, states: Sequence[Mapping[str, Any]]) -> bool:
     group, place = mine["group"], mine["place"]
     if not group:  # memory: whoever waits there has heard everything that the others had to say
         return False
-    for other in (states[member] for member in mine["members"]):
+    for other in (states[member] for some in mine["members"] for member in range(*some)):
         there = other["state"] == "waits" and other["group"] == group
         same = there and other["operation"] == mine["operation"]
-        if there and not same and other["place"] == place:
-            return False
-        if other["entered"].get(group, 0) < place and not same:
+        if not same and ((there and other["place"] == place) or other["entered"].get(group, 0) < place):
             return False
     return True
 
@@ -365,16 +376,15 @@ class _Stacks:
         group, place, key = note.group, note.place, (id(note), note.moment(), note.place)
         if isinstance(group, str):
             kind = f"through {group}" if group else "for other ranks"
-            members, operation = tuple(note.members) or _everyone(), "transfer" if group else ""
+            members, operation = _ranges(note.members or range(dist.get_world_size())), "transfer" if group else ""
             return Wait(key, group, operation, place, members, _text(lines, kind, told))
-        return self._in_group(
-            lines, group, "transfer" if place >= 0 else _operation(lines) or "exchange", place, key, told
-        )
+        operation = "transfer" if place >= 0 else _operation(lines) or "exchange"
+        return self._in_group(lines, group, operation, place, key, told)
 
     def _in_group(
         self, lines: list[_Line], group: Any, operation: str, place: int, key: tuple[int, ...], told: str
     ) -> Wait | None:
-        name, members = str(group.group_name), tuple(dist.get_process_group_ranks(group))
+        name, members = str(group.group_name), _ranges(dist.get_process_group_ranks(group))
         if operation in _NO_WAITS:
             return None
         where = "the default group" if group is dist.group.WORLD else f"the group '{group.group_desc}'"
@@ -385,8 +395,8 @@ class _Stacks:
     def _foreign(self, lines: list[_Line]) -> Wait | None:
         operation = _operation(lines)
         if operation in _MAKE_GROUPS:
-            place = groups_made()
-            return Wait((place,), _STORE, "new_group", place, _everyone(), _text(lines, "for a new process group", ""))
+            place, everyone = groups_made(), _ranges(range(dist.get_world_size()))
+            return Wait((place,), _STORE, "new_group", place, everyone, _text(lines, "for a new process group", ""))
         group = group_called(self._latest) if operation else None
         return None if group is None else self._in_group(lines, group, operation, -1, (), "")
 
@@ -400,10 +410,6 @@ class _Line(NamedTuple):
 def _operation(lines: list[_Line]) -> str:
     """The function of torch.distributed that a thread is in; empty if it is in none."""
     return lines[0].function if lines[0].file == _COLLECTIVES else ""
-
-
-def _everyone() -> tuple[int, ...]:
-    return tuple(range(dist.get_world_size()))
 
 
 def _communicates(lines: list[_Line]) -> bool:
@@ -434,9 +440,6 @@ _WAITING = {
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 
 
-# What the system tells of processes and of the store's connections.
-
-
 def process_of(pid: int) -> list[Any]:
     """Which process of which host that is, while it lives; empty when it does not, or the system does not tell."""
     with contextlib.suppress(OSError):
@@ -464,7 +467,7 @@ def clients_of(store: Any) -> list[tuple[int, str]]:
 
 _EARLIER = "An earlier run has closed the connections: restart all ranks. It ended with:"
 _GONE = "has ended without a word: its process is gone"
-_NUMBERS = itertools.count()  # alike on all ranks
+_NUMBERS = itertools.count()  # alike on all ranks; the store may outlive the default group
 _WATCH: Watch | None = None
 
 
