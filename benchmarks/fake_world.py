@@ -51,6 +51,7 @@ class Task:
         precision: in Lightning's words.
         device: where.
         backend: what compiles the blocks; ``None``: nothing does.
+        like: whether this package computes without autocast in ``bf16-mixed``, as FSDP2 and DeepSpeed do.
     """
 
     width: int
@@ -59,6 +60,7 @@ class Task:
     precision: str
     device: torch.device
     backend: str | None = None
+    like: bool = False
 
     def model(self) -> GPT:
         """The same weights every time, on the device."""
@@ -81,9 +83,10 @@ class Task:
         sequences, length = self.tokens
         return torch.randint(0, VOCABULARY, (sequences, length + 1), generator=generator).to(self.device)
 
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Around the forward of a mixed precision."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16-mixed")
+    def autocast(self, *, ours: bool = False) -> contextlib.AbstractContextManager[Any]:
+        """Around the forward of a mixed precision, ``ours`` or plain PyTorch's."""
+        enabled = self.precision == "bf16-mixed" and not (ours and self.like)
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
 
 @contextlib.contextmanager
@@ -289,7 +292,7 @@ class Zero(Way):
     def forward(self, batch: Tensor) -> Tensor:
         """The loss of a batch."""
         self._adapter.adopt_new_groups()
-        with self._task.autocast(), self._engine.step("training_step"):
+        with self._task.autocast(ours=True), self._engine.step("training_step"):
             return super().forward(batch)
 
     def backward(self, loss: Tensor) -> None:

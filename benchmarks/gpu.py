@@ -1,12 +1,14 @@
 """What each stage costs on one GPU: seconds, memory and kernels beside plain PyTorch and FSDP2, without a wire.
 
+    python benchmarks/gpu.py --first-look   # ten minutes of everything: see first_look.py
     python benchmarks/gpu.py
-    python benchmarks/gpu.py --presets 1.3b 7b --modes eager --rounds 3 --largest
+    python benchmarks/gpu.py --presets 1.3b 7b --modes eager --rounds 3
     python benchmarks/gpu.py --device cpu --width 64 --layers 2 --tokens 2 16 --rounds 1 --steps 1 --modes eager
 
 World 1 is what a single GPU is used for; a fake world of 8 holds an eighth of what is sharded, and its collectives are
 answered at once. So this is the cost of everything but the wire. All ways of a table are in memory at once and take
-turns; a ratio is that of two turns of the same round.
+turns; a ratio is that of two turns of the same round. In bf16-mixed plain PyTorch and DDP compute under autocast, and
+FSDP2 and DeepSpeed without, as this package does but with --autocast.
 
 A preset has the blocks of a model of that size, and so few of them that all ways fit on 80 GB. What is printed of the
 whole model is not measured: its tokens per second are these, by the ratio of FLOPs. MFU counts 6 FLOPs for each
@@ -22,7 +24,6 @@ import importlib.util
 import json
 import re
 import statistics
-import subprocess
 import sys
 import time
 import traceback
@@ -38,7 +39,7 @@ import torch
 from fake_world import PRECISIONS, Task, Way, fake_world, rows
 from offload_training import numel_of, quiet
 from results import FOLDER, circumstances, figure, headline, save_figure
-from torch.profiler import DeviceType, ProfilerActivity, profile
+from torch.profiler import DeviceType, ProfilerActivity, profile, supported_activities
 
 from lightning_zero.errors import readable_size
 from lightning_zero.extensions.planner.costs import OptimizerCost
@@ -112,6 +113,7 @@ class Found:
         kernels: of a step.
         moves: those of them that only move, fill or cast.
         move_seconds: what these take on the device.
+        busy_seconds: of a step, in which the device runs any.
         loss_difference: largest relative one to plain PyTorch; of world 1 only, a fake one computes with wrong values.
     """
 
@@ -128,6 +130,7 @@ class Found:
     kernels: float = 0.0
     moves: float = 0.0
     move_seconds: float = 0.0
+    busy_seconds: float = 0.0
     loss_difference: float | None = None
 
 
@@ -172,22 +175,40 @@ def allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device)
 
 
-def kernels_of(runner: Runner, device: torch.device) -> tuple[float, float, float]:
-    """Kernels of a step (on the CPU: operators that no other one calls), those that only move, and their seconds."""
-    on_cuda = device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+def seen_on(device: torch.device) -> list[ProfilerActivity]:
+    """What a profiler sees of the work on a device. Of a simulated one that is the host's."""
+    on_cuda = device.type == "cuda" and ProfilerActivity.CUDA in supported_activities()
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+
+
+def kernels_of(runner: Runner, device: torch.device) -> dict[str, float]:
+    """Kernels of a step (on the CPU: operators that no other one calls), those that only move, and seconds of both."""
+    activities = seen_on(device)
+    on_cuda = ProfilerActivity.CUDA in activities
     with profile(activities=activities) as profiler:
         runner.steps(PROFILED_STEPS)
-    found: list[tuple[str, float]] = []
+    found: list[tuple[float, float, str]] = []
     for event in profiler.events():
         if event.is_user_annotation or "annotation" in (getattr(event, "activity_type", None) or ""):
             continue  # a labelled range, which a profiler shows on the device too
-        if on_cuda and event.device_type == DeviceType.CUDA:
-            found.append((event.name, event.time_range.elapsed_us()))
-        elif not on_cuda and event.name.startswith("aten::") and not event.cpu_children:
-            found.append((event.name, event.self_cpu_time_total))
-    moves = [microseconds for name, microseconds in found if MOVES.search(name)]
-    return len(found) / PROFILED_STEPS, len(moves) / PROFILED_STEPS, sum(moves) / PROFILED_STEPS / 1e6
+        on_host = not on_cuda and event.name.startswith("aten::") and not event.cpu_children
+        if on_host or (on_cuda and event.device_type == DeviceType.CUDA):
+            found.append((event.time_range.start, event.time_range.end, event.name))
+    moves = [end - start for start, end, name in found if MOVES.search(name)]
+    busy, until = 0.0, 0.0
+    for start, end, _ in sorted(found):  # those of several streams overlap
+        busy, until = busy + max(0.0, end - max(start, until)), max(until, end)
+    counted = {"kernels": len(found), "moves": len(moves), "move_seconds": sum(moves) / 1e6, "busy_seconds": busy / 1e6}
+    return {name: number / PROFILED_STEPS for name, number in counted.items()}
+
+
+def planned_peak(way: Way, device: torch.device) -> int | None:
+    """Bytes at the peak by plan, without activations; ``None`` for what this package does not train."""
+    if way.plan is None:
+        return None
+    fused = OptimizerCost.of("AdamW", fused=True)  # as the task's is: its step makes nothing
+    accelerator = device.type != "cpu"
+    return way.plan.expected_memory(optimizer=fused, receive_buffer=False, accelerator=accelerator, peak=True).total
 
 
 def prepare(task: Task, found: Found) -> Runner:
@@ -202,12 +223,7 @@ def prepare(task: Task, found: Found) -> Runner:
         found.peak_nbytes = torch.cuda.max_memory_allocated(task.device) - before
     else:
         runner.steps(1)
-    if runner.way.plan is not None:
-        accelerator = task.device.type != "cpu"
-        fused = OptimizerCost.of("AdamW", fused=True)  # as the task's is: its step makes nothing
-        found.plan_nbytes = runner.way.plan.expected_memory(
-            optimizer=fused, receive_buffer=False, accelerator=accelerator, peak=True
-        ).total
+    found.plan_nbytes = planned_peak(runner.way, task.device)
     return runner
 
 
@@ -244,7 +260,8 @@ def compare(
         sequences, length = task.tokens
         line.tokens_per_second = sequences * length / statistics.median(line.seconds)
         line.mfu = line.tokens_per_second * flops(task.width, task.layers, length) / peak if peak else None
-        line.kernels, line.moves, line.move_seconds = kernels_of(runners[line.way], task.device)
+        for name, number in kernels_of(runners[line.way], task.device).items():
+            setattr(line, name, number)
     runners.clear()
     gc.collect()
     return lines
@@ -265,6 +282,7 @@ def table(lines: Sequence[Found]) -> list[str]:
         "kernels",
         "moving",
         "ms moving",
+        "ms busy",
         "loss",
     )
     cells = [header]
@@ -283,6 +301,7 @@ def table(lines: Sequence[Found]) -> list[str]:
                 f"{line.kernels:.0f}",
                 f"{line.moves:.0f}",
                 f"{1000 * line.move_seconds:.3f}",
+                f"{1000 * line.busy_seconds:.2f}",
                 "-" if line.loss_difference is None else f"{line.loss_difference:.0e}",
             )
         )
@@ -333,14 +352,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--presets", nargs="+", choices=PRESETS, help="models instead of width, layers and tokens")
     parser.add_argument("--peak-tflops", type=float, help="of the device, instead of what is known of its name")
-    parser.add_argument("--largest", action="store_true", help="first look for the largest model that trains")
-    parser.add_argument("--minutes", type=float, default=5.0, help="for that; see largest.py")
     parser.add_argument("--width", type=positive, default=1536, help="of the model")
     parser.add_argument("--layers", type=positive, default=16, help="of the model")
     parser.add_argument(
         "--tokens", type=positive, nargs=2, default=(8, 1024), help="sequences in a batch, and their length"
     )
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16-mixed")
+    parser.add_argument("--autocast", action="store_true", help="in this package too")
     parser.add_argument("--worlds", type=positive, nargs="+", default=[1, 8], help="sizes of the fake worlds")
     parser.add_argument("--modes", nargs="+", choices=["eager", "compile"], default=["eager", "compile"])
     parser.add_argument("--backend", default="inductor", help="what torch.compile uses for the blocks")
@@ -354,13 +372,16 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     """Measure, and print and write each table as soon as it is there: who has so many minutes may end this process."""
+    if "--first-look" in sys.argv:
+        import first_look
+
+        first_look.main()
+        return
     begin = time.monotonic()
     options = parse()
     if options.device == "cuda" and not torch.cuda.is_available():
         print("There is no GPU here, and nothing was measured. --device cpu runs the same code; see --help.")
         return
-    if options.largest:
-        look_for_largest(options)  # first: this process has nothing on the device yet
     quiet()
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     torch.set_float32_matmul_precision("high")
@@ -407,7 +428,8 @@ def measure(
             print(f"Left out for want of time (--stop-after): {what}, world {world_size}", flush=True)
             continue
         backend = options.backend if mode == "compile" else None
-        task = Task(model.width, model.layers, model.tokens, options.precision, device, backend)
+        like = not options.autocast
+        task = Task(model.width, model.layers, model.tokens, options.precision, device, backend, like)
         lines = compare(task, mode, world_size, ways, options.rounds, options.steps, peak)
         longest = max(longest, time.monotonic() - begin)
         print("\n" + "\n".join(table(lines)))
@@ -420,17 +442,6 @@ def measure(
             print(f"By FLOPs, tokens/s: {rates}")
         sys.stdout.flush()
         yield lines
-
-
-def look_for_largest(options: argparse.Namespace) -> None:
-    """Run ``largest.py`` with the same device and precision."""
-    command = [sys.executable, str(Path(__file__).with_name("largest.py")), "--device", options.device]
-    command += ["--precision", options.precision, "--minutes", str(options.minutes), "--output", str(options.output)]
-    if options.device == "cpu":
-        command += ["--width", str(options.width), "--ways", "none", "--memory-mib", "128", "--tokens", "1", "8"]
-    print("The largest model in zero3:", flush=True)
-    subprocess.run(command, check=False)  # its own errors are on the screen, and no reason to measure nothing
-    print(flush=True)
 
 
 if __name__ == "__main__":

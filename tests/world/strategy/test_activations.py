@@ -161,7 +161,7 @@ SCRIPT = """
 import json, torch, lightning.pytorch as pl
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
-from lightning_zero import ZeroPrecision
+from lightning_zero import ZeroStrategy
 from lightning_zero.config import ActivationPolicy
 
 WIDTH, ROWS, LAYERS = 1024, 4096, 12
