@@ -41,7 +41,7 @@ from lightning_zero.engine.build import UnitBuilder, build_reducer
 from lightning_zero.engine.events import Phase, Spans
 from lightning_zero.engine.guard import check_weights
 from lightning_zero.engine.hooks import EngineHooks, ForwardCall, hook_outputs, warn_of_formats
-from lightning_zero.engine.pool import BufferPool
+from lightning_zero.engine.pool import BufferPool, FlatBuffer
 from lightning_zero.engine.reducer import GradientBucket, GradientReducer, report_width
 from lightning_zero.engine.schedule import UnitSchedule
 from lightning_zero.engine.unit import ShardedUnit, Unit
@@ -453,6 +453,14 @@ class ZeroEngine:
         if not self.progress.in_backward:
             self.begin_backward()
         self._reducer.arrive(bucket, position, gradient, self.progress.reduces)
+
+    def room_for(self, bucket: GradientBucket) -> FlatBuffer | None:
+        """Memory for a bucket's gradients, the first of which has arrived in this backward."""
+        if not self.progress.in_backward:
+            self.begin_backward()
+        if self._reducer is not None:
+            self._reducer.claim(bucket)
+        return bucket.room
 
     def bucket_filled(self, bucket: GradientBucket) -> None:
         """Reduce a bucket whose last gradient has arrived, if no forward of its unit waits for its backward."""

@@ -183,7 +183,7 @@ def _around(name: str) -> list[str]:
 def _collector(bucket: GradientBucket, position: int, engine: Any) -> Callable[[Tensor], None]:
     """What autograd calls with a parameter whose gradient is finished.
 
-    Nearly all only have to be copied into a buffer that is there: this is the whole way of theirs."""
+    Nearly all only have to be copied into a buffer: this is the whole way of theirs."""
     # Weak: Python's collector does not see through this kind of hook, so what it held would never be freed.
     weak_engine, weak_bucket = ref(engine), ref(bucket)
 
@@ -192,19 +192,25 @@ def _collector(bucket: GradientBucket, position: int, engine: Any) -> Callable[[
         if bucket is None or engine is None:
             return
         now, room = bucket.round, bucket.room
-        if now.plain and room and position not in now.arrived and not torch.is_grad_enabled() and not watched():
+        first = room is None and not now.launched
+        if (now.plain or first) and position not in now.arrived and not torch.is_grad_enabled() and not watched():
             gradient = get_gradient(parameter)  # past what user code sees
             if gradient is not None and gradient.layout is torch.strided:
-                if bucket.together:
-                    now.waiting[position] = gradient
-                else:
-                    room.views[position].copy_(gradient)
-                set_gradient(parameter, None)
-                now.arrived.add(position)
-                now.dirty = True
-                if len(now.arrived) == len(room.views):
-                    engine.bucket_filled(bucket)
-                return
+                if first:
+                    set_gradient(parameter, None)  # where an error comes, too
+                    room = engine.room_for(bucket)
+                    set_gradient(parameter, gradient)
+                if now.plain and room:
+                    if bucket.together:
+                        now.waiting[position] = gradient
+                    else:
+                        room.views[position].copy_(gradient)
+                    set_gradient(parameter, None)
+                    now.arrived.add(position)
+                    now.dirty = True
+                    if len(now.arrived) == len(room.views):
+                        engine.bucket_filled(bucket)
+                    return
         engine.gradient_arrived(bucket, position, parameter)
 
     return arrived

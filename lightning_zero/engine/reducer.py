@@ -244,7 +244,7 @@ class GradientBucket:
         self.room, self.round.plain = room, False
 
     def open(self) -> None:
-        """Begin a backward: not even the first gradient needs more than to be copied, where that can be."""
+        """Begin a backward: gradients, the first one too, need no more than to be copied, where that can be."""
         now = self.round
         now.plain = not (self._look() or now.local or now.held)
 
@@ -572,7 +572,7 @@ class GradientReducer:
         if again:
             bucket.start_round()
         if bucket.room is None or again:
-            self._claim(bucket)
+            self.claim(bucket)
         bucket.add(position, gradient)
         if reduce and len(bucket.round.arrived) == len(bucket.flat.parameters) and bucket.unit.outstanding == 0:
             self.finish([bucket])
@@ -582,7 +582,7 @@ class GradientReducer:
         if not bucket.apart:
             return part
         if bucket.room is None:
-            self._claim(bucket)
+            self.claim(bucket)
         return bucket.hold(position, part)
 
     def finish_unit(self, unit: int) -> None:
@@ -682,7 +682,7 @@ class GradientReducer:
 
     def _launch(self, bucket: GradientBucket) -> None:
         if bucket.room is None:
-            self._claim(bucket)
+            self.claim(bucket)
         with self._span(Phase.REDUCE, bucket):
             bucket.launch(self._running.patience, self._running.last)
 
@@ -694,7 +694,7 @@ class GradientReducer:
     def _span(self, phase: Phase, bucket: GradientBucket) -> AbstractContextManager[None]:
         return self._means.spans.of(phase, bucket.unit.name, bucket.nbytes) if self._means.spans.heard else _NOTHING
 
-    def _claim(self, bucket: GradientBucket) -> None:
+    def claim(self, bucket: GradientBucket) -> None:
         """Give a unit's buckets memory: that of their place, or more of it while another unit still collects there."""
         if bucket.resident is not None:
             return
@@ -729,6 +729,8 @@ class GradientReducer:
                 if member.round.pending is not None:
                     member.drain()
                 member.give_buffer(room)
+                if not member.round.launched:
+                    member.open()
 
     def _free(self, holders: Sequence[GradientBucket]) -> bool:
         """Whether these are done with their memory, or soon are: else other ranks may be waiting for this one."""

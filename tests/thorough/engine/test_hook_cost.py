@@ -23,6 +23,7 @@ from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import run_world
 
 PACKAGE = str(Path(lightning_zero.__file__).parent)
+WIRES = ("comm/", "extensions/")  # call as often as they have to wait
 MEASURED = 3  # the step that is counted: by then orders are recorded
 
 
@@ -55,8 +56,9 @@ class Net(pl.LightningModule):
         gc.enable()
 
     def _note(self, frame: Any, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            self.calls[f"{frame.f_code.co_filename[len(PACKAGE) + 1 :]}: {frame.f_code.co_name}"] += 1
+        place = frame.f_code.co_filename[len(PACKAGE) + 1 :]
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE) and not place.startswith(WIRES):
+            self.calls[f"{place}: {frame.f_code.co_name}"] += 1
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters())
@@ -72,12 +74,12 @@ def calls(stage: Any, units: int) -> Counter[str]:
 
 # A unit has four parameters: of each a gradient arrives, and is cleared by zero_grad. In stage 3 it is gathered and
 # bound twice, guarded, pinned, released and reduced; autograd saves seven tensors in its forward.
-@pytest.mark.parametrize(("stage", "bound"), [(1, 36), (2, 36), (3, 174)])
+@pytest.mark.parametrize(("stage", "bound"), [(1, 36), (2, 36), (3, 128)])
 def test_calls_for_each_unit_are_few_and_do_not_grow_with_their_number(stage: int, bound: int) -> None:
     def count(rank: int) -> list[Counter[str]]:
         return [calls(stage, units) for units in (20, 40, 80)]
 
-    few, more, many = run_world(1, count)[0]
+    few, more, many = run_world(2 if stage == 3 else 1, count)[0]  # one rank alone has nothing to gather
     first, second = (sum(b.values()) - sum(a.values()) for a, b in ((few, more), (more, many)))
     assert second == pytest.approx(2 * first, rel=0.05), "not linear in the number of units"
     grown = Counter({name: round((many[name] - more[name]) / 40, 1) for name in many})
