@@ -20,6 +20,7 @@ from torch._subclasses import fake_tensor
 from torch.autograd import profiler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten as tree_flatten
@@ -420,6 +421,11 @@ def without_hooks(step: Any) -> Any:
     while getattr(step, "__code__", None) is _HOOKED_CODE:
         step = step.__wrapped__
     return step
+
+
+def count_step_pre_hooks(optimizer: Optimizer) -> int:
+    """How many hooks run before its step: of its own, and of all optimizers."""
+    return len(optimizer._optimizer_step_pre_hooks) + len(_global_optimizer_pre_hooks)
 
 
 def put_hooks_innermost(optimizer: Optimizer, before: int, after: int) -> None:

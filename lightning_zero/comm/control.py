@@ -278,6 +278,8 @@ class ControlGroup:
         if len(message) >= self.width:
             raise ValueError(f"{place} is about {len(message)} numbers, of fewer than {self.width}.")
         rows, some, differing = self._first(place, message)
+        if not differing:
+            return Met([[*values]], [*marks], [True] * len(marks))
         words = [some >> 64 * index & _WORD for index in range(1, 1 + len(marks))]
         alike = [not differing >> 64 * index & _WORD for index in range(1, 1 + len(marks))]
         if not differing >> 64 * (1 + len(marks)):
@@ -312,16 +314,18 @@ class ControlGroup:
 
     def _first(self, place: str, values: Sequence[int]) -> tuple[Sequence[Any] | None, int, int]:
         """The first message of an agreement. Returns every rank's, unless the ranks are many; and as numbers which of
-        its bits are set on any rank, and which are so on some ranks only."""
+        its bits are set on any rank, if any differ, and which are so on some ranks only."""
         self.settle()
         size, rows = 8 * self.width, None
         mine = self._packed(place, values)[:size].ljust(size, b"\0")
         with doing(place):
             if self.shortcut is not None or self.world_size <= _FEW_RANKS:
                 rows = self._rows(mine)
-                numbers = [int.from_bytes(row, "little") for row in set(map(bytes, rows))]
-                some = reduce(or_, numbers)
-                differing = some & ~reduce(and_, numbers)
+                some = differing = 0
+                if len(distinct := {*map(bytes, rows)}) > 1:
+                    numbers = [int.from_bytes(row, "little") for row in distinct]
+                    some = reduce(or_, numbers)
+                    differing = some & ~reduce(and_, numbers)
             else:
                 number, every = int.from_bytes(mine, "little"), (1 << 8 * size) - 1
                 both = self._set_on_any(number | (number ^ every) << 8 * size, 2 * size)
@@ -428,7 +432,7 @@ class ControlGroup:
                 count = min(had, size - had)
                 self._swap(rows[: ends[count]], rows[ends[had] : ends[had + count]], had)
                 had += count
-        return [memory[ends[place] : ends[place + 1]] for place in ((other - rank) % size for other in range(size))]
+        return [memory[ends[place] : ends[place + 1]] for place in (*range(size - rank, size), *range(size - rank))]
 
     def _set_on_any(self, bits: int, nbytes: int) -> int:
         """The bits that any rank has set, of so many bytes: in as many exchanges, of this size all of them."""

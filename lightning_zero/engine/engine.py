@@ -56,6 +56,7 @@ from lightning_zero.shards.slice import Slice
 __all__ = ["ZeroEngine", "engine_of"]
 
 _NOTHING = nullcontext()
+Announced = Callable[[], tuple[str, Sequence[int]] | None]
 
 # Which engine looks after a module: user code that wants to look inside has only its module in hand, and nothing is
 # ever attached to the user's objects. The one global of the package; both sides are weak.
@@ -112,7 +113,7 @@ class Progress:
     in_backward: bool = False
     explicit: bool = False  # ``ZeroEngine.backward`` says when the running one is over
     reduces: bool = True  # whether the running backward reduces gradients
-    backward_follows: bool = False  # at once, when the scope that runs has ended: no code of the user's is between
+    follows: str = ""  # what comes next, before any code of the user's: a backward, or the step that all have agreed on
     between_micro_steps: bool = False  # the last backward was not the last one before a step
     calls: list[ForwardCall] = field(default_factory=list)  # forwards of units that run, the innermost last
     lost: str = ""  # what forwards that raised have written to weights, and why that is an error
@@ -296,7 +297,7 @@ class ZeroEngine:
             self.abandon()
             return
         self.means.spans.stop(Phase.FORWARD)
-        follows, progress.backward_follows = progress.backward_follows, False
+        follows, progress.follows = progress.follows, ""
         if follows and self._schedule.order.is_open and not progress.lost:
             self._schedule.end()
             self.means.control.before = self._close_forward
@@ -369,8 +370,12 @@ class ZeroEngine:
     # ---------------------------------------------------------------- backward
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """One whole backward, whose end is known even if activation checkpointing runs others inside. Collective."""
+    def backward(self, step: Announced | None = None) -> Iterator[None]:
+        """One whole backward, whose end is known even if activation checkpointing runs others inside. Collective.
+
+        ``step``, where one follows, is called at the end. It returns what ``before_optimizer_step`` is to get, if no
+        code of the user's comes before that: then the ranks agree on it here. ``None``, or not, alike on every rank.
+        """
         self._recover()
         self.begin_backward()
         progress = self.progress
@@ -382,7 +387,7 @@ class ZeroEngine:
             raise
         finally:
             progress.explicit = False
-        self.end_backward()
+        self.end_backward(step)
         self._refuse_thawed()
 
     def begin_backward(self) -> None:
@@ -467,8 +472,11 @@ class ZeroEngine:
         if self.progress.reduces and self._reducer is not None and bucket.unit.outstanding == 0:
             self._reducer.finish([bucket])
 
-    def end_backward(self) -> None:
-        """Reduce what is left, agree that the backward is over, and show gradients to optimizers. Collective."""
+    def end_backward(self, step: Announced | None = None) -> None:
+        """Reduce what is left, agree that the backward is over, and show gradients to optimizers. Collective.
+
+        ``step``: see ``backward``.
+        """
         progress = self.progress
         if not progress.in_backward:
             return
@@ -477,16 +485,18 @@ class ZeroEngine:
         self.means.spans.stop(Phase.BACKWARD)
         reduces = self._reducer is not None and progress.reduces
         report = self._reducer.report() if self._reducer is not None and reduces else []
-        met = Met([], report, [True])
+        met, begun, then = Met([], report, [True]), False, self._announce(step)
         if self._schedule.sharded:
-            met, _ = self._schedule.close(report)
+            met, begun = self._schedule.close(report, then)
             if self.reduce_gradients and not progress.depth:  # a step follows, before which the last shard takes memory
                 self._schedule.vacate()
         elif reduces:
-            met = self.means.agreement.round(f"backward {progress.backwards} (of {progress.scope})", (), report)
+            place, writes = f"backward {progress.backwards} (of {progress.scope})", self.means.writes
+            met, begun = self.means.agreement.end(place, then, [writes.digest if step else 0], report)
+            writes.compare([row[0] for row in met.rows], self.means.control)
         if self._reducer is not None:
             self._reducer.close(met.marks, all(met.alike)) if reduces else self._reducer.keep_local()
-        progress.in_backward = False
+        progress.in_backward, progress.follows = False, then if begun else ""
         if progress.depth > 0:
             self._refuse_thawed()
             self._open_forward()
@@ -530,13 +540,14 @@ class ZeroEngine:
                 self.means.tiers.settle()  # copies of what is about to be written
         self.weights.begin_step()
         self.take_over_shown(on_disk=False)  # the optimizer reads those from what is shown
+        writes, place = self.means.writes, self._place_of_step(label)
         progress.steps += 1
-        passed = f"{progress.trained} forwards and {progress.backwards} backwards"
-        writes = self.means.writes
-        rows = self.agree(f"step {progress.steps} of {label}, after {passed}", [writes.digest, *values])
-        writes.compare([row[0] for row in rows], self.means.control)
-        if differ is not None and len(rows) > 1:
-            differ(self.means.control)
+        follows, progress.follows = progress.follows, ""
+        if follows != f"{place} {[*values]}" or writes.digest:
+            rows = self.agree(place, [writes.digest, *values])
+            writes.compare([row[0] for row in rows], self.means.control)
+            if differ is not None and len(rows) > 1:
+                differ(self.means.control)
         self._schedule.vacate()
         self.updating, self.access.stepping = True, running
         self.means.spans.begin(Phase.STEP, label)
@@ -643,7 +654,7 @@ class ZeroEngine:
         for unit in self.units:
             unit.forget_written()
         self.means.writes.forget()
-        progress.depth, progress.in_backward, progress.segment, progress.backward_follows = 0, False, 0, False
+        progress.depth, progress.in_backward, progress.segment, progress.follows = 0, False, 0, ""
         self.weights.unbind()
 
     def detach(self) -> None:
@@ -655,6 +666,23 @@ class ZeroEngine:
             _ENGINES.pop(part, None)
 
     # ----------------------------------------------------------------- private
+
+    def _place_of_step(self, label: str) -> str:
+        progress = self.progress
+        passed = f"{progress.trained} forwards and {progress.backwards} backwards"
+        return f"step {progress.steps + 1} of {label}, after {passed}"
+
+    def _announce(self, step: Announced | None) -> str:
+        """The step that follows at once. What would be an error there comes before the ranks agree on it. Local."""
+        if step is None:
+            return ""
+        self.access.note_written()
+        told = step()
+        if told is None or self.progress.depth or not self.reduce_gradients or self.updating or self.thawed():
+            return ""
+        self._schedule.check_holders()
+        self.weights.settle()  # nobody reads what is about to be written
+        return f"{self._place_of_step(told[0])} {[*told[1]]}"
 
     def _recover(self) -> None:
         """Drop a backward that raised: its end callback never came, and gradients would never be reduced again."""

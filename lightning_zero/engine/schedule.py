@@ -131,7 +131,7 @@ class UnitOrder:
         self._issue_rest(phase)
         phase.cursor = len(uses)
         while not self._gathers.resident(unit):
-            self._serve(phase, self._agreement.round(phase.place, [unit + 1]).rows)
+            self._serve(phase, self._agreement.end(phase.place, "", [unit + 1])[0].rows)
 
     def end(self) -> None:
         """End the phase on this rank: nothing is needed any more until it is closed. Local."""
@@ -152,9 +152,9 @@ class UnitOrder:
         """
         phase = self._running()
         self.end()
-        signature, after = zlib.crc32(f"{phase.seen}".encode()), zlib.crc32(then.encode())  # 0 of nothing
+        signature = zlib.crc32(f"{phase.seen}".encode())
         while True:
-            met = self._agreement.round(phase.place, [0, after, *values], [signature, *marks])
+            met, begun = self._agreement.end(phase.place, then, [0, *values], [signature, *marks])
             if not self._serve(phase, met.rows):
                 break
         self._phase = None
@@ -168,8 +168,7 @@ class UnitOrder:
             change = phase.served[0]
             self._changed.add(phase.name)
             del self._recorded[phase.name]
-        begun = bool(after) and all(row[1] == after for row in met.rows)
-        return Met([row[2:] for row in met.rows], met.marks, met.alike), change, begun
+        return met, change, begun
 
     def forget(self, units: Container[int]) -> None:
         """Note that the full weights of some units are void. The same call on every rank."""
@@ -326,12 +325,12 @@ class UnitSchedule:
         told = [int(self._failure is not None), writes.digest, int(bool(self._joined))]
         (rows, marks, alike), change, begun = self.order.close(told, report, then)
         self._wait()
-        if 1 in [row[0] for row in rows]:
+        if 1 in [row[1] for row in rows]:
             failure, self._failure = self._failure, None
             advice = "Resume from the last checkpoint, which is intact."
             control.together("fetch its part of the weights", raising(failure), OffloadError, advice)
-        writes.compare([row[1] for row in rows], control)
-        joined = 1 in [row[2] for row in rows] and self._agree_who_stays()
+        writes.compare([row[2] for row in rows], control)
+        joined = 1 in [row[3] for row in rows] and self._agree_who_stays()
         if change is not None and not joined:
             # Not a warning: an order that changes at random (layer dropout) is as good as any, and nothing is wrong.
             _log.debug("Unit '%s' was needed in another order than before.", self.sharded[change].name)

@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary, ref
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_zero._torch import put_hooks_innermost
+from lightning_zero._torch import count_step_pre_hooks, put_hooks_innermost
 
 __all__ = ["StepHooks", "is_hooked"]
 
@@ -64,7 +64,14 @@ class StepHooks:
         self._handles = optimizer.register_step_pre_hook(self._begin), optimizer.register_step_post_hook(self._end)
         self._calls = _CALLS[optimizer] = _Calls(self._handles[0].id, self._handles[1].id)
         _note_ends(optimizer)
+        self._step = optimizer.step
         _watch()
+
+    @property
+    def alone(self) -> bool:
+        """Whether nothing else comes between a call of ``step`` and ``before``."""
+        ours = 2  # that, and the one that puts it in its place
+        return self._optimizer.step is self._step and count_step_pre_hooks(self._optimizer) == ours
 
     def running(self) -> bool:
         """Whether a step of the optimizer is running."""

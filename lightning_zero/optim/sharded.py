@@ -120,6 +120,10 @@ class ShardedOptimizer:
         """This rank's gradient slices, 1-D, of the parameters that have a gradient; also those without elements."""
         return [entry.gradient for entry in self.entries if entry.gradient is not None]
 
+    def announced(self) -> tuple[str, Sequence[int]] | None:
+        """What all ranks agree on before a step, if no hook of others' comes before that. Local."""
+        return (self.label, self._options()) if self._hooks.alone else None
+
     def masters_changed(self) -> None:
         """Note that the masters were written by something other than this optimizer's step."""
         if self._whole is not None:
@@ -160,8 +164,7 @@ class ShardedOptimizer:
             self._leave()
         if replaced := view.replaced:
             self._take_over()
-        options = [self._fingerprint.take(members.names())]
-        self._before_step(self.label, options, self._fingerprint.compare, self._hooks.running)
+        self._before_step(self.label, self._options(), self._fingerprint.compare, self._hooks.running)
         if replaced or members.known is not view.members:
             self.adopt_new_groups()
         view.enter()
@@ -173,6 +176,9 @@ class ShardedOptimizer:
         except BaseException:
             self._leave()
             raise
+
+    def _options(self) -> list[int]:
+        return [self._fingerprint.take(self._members.names())]
 
     def _refuse_closures(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(callable(a) for a in args) or kwargs.get("closure") is not None:

@@ -17,6 +17,7 @@ from lightning_zero.activations import Activations
 from lightning_zero.comm import Collectives, ControlGroup, Exchange, Groups, Streams, choose_collectives
 from lightning_zero.config import HostOffload, NvmeOffload, Offload, SessionSettings
 from lightning_zero.engine import BufferBroadcast, ZeroEngine, engine_of
+from lightning_zero.engine.engine import Announced
 from lightning_zero.engine.full import give_back, whole_gradients
 from lightning_zero.errors import ParameterAccessError, some
 from lightning_zero.meta import MetaValues
@@ -329,9 +330,10 @@ class ZeroSession:
                 yield
             self._buffers.after_forward(averaged=averaged)
 
-    def backward(self) -> AbstractContextManager[None]:
-        """Around a backward; afterwards gradients are those of all ranks. Collective: every rank."""
-        return self.engine.backward()
+    def backward(self, step: Announced | None = None) -> AbstractContextManager[None]:
+        """Around a backward; afterwards gradients are those of all ranks. ``step``: what follows at once, as
+        ``ZeroEngine.backward`` says. Collective: every rank."""
+        return self.engine.backward(step)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:

@@ -40,6 +40,7 @@ from lightning_zero.config import (
     UnitsLike,
     validate_loaders,
 )
+from lightning_zero.engine.engine import Announced
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.optim.state import ConstantState
 from lightning_zero.session.checkpoints import Checkpoints, require_lightning
@@ -69,6 +70,7 @@ __all__ = ["ZeroStrategy"]
 
 _DEFAULT_POLICY = CheckpointPolicy()
 _DEFAULT_LOADERS = LoaderPolicy()
+_BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
 _BEFORE_BACKWARD = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
 
 
@@ -319,7 +321,8 @@ class ZeroStrategy(Processes, ParallelStrategy):
         with self.precision_plugin.forward_context(), self.session.step(name, training=training, averaged=averaged):
             result = None if without else getattr(self._module, name)(*args, **kwargs)
             if training and averaged and self.placement.shards_parameters:
-                self.engine.progress.backward_follows = self._backward_follows(result is not None or without)
+                follows = self._backward_follows(result is not None or without)
+                self.engine.progress.follows = "a backward" if follows else ""
         if not training:
             self._signals.heed(between=True)
         return torch.zeros((), device=self.root_device, requires_grad=True) if without and training else result
@@ -344,12 +347,23 @@ class ZeroStrategy(Processes, ParallelStrategy):
         if not module.automatic_optimization:
             self.session.backward_outside_of_steps()
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        with self.session.backward():
+        with self.session.backward(self._announced(optimizer)):
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         self._signals.heed(between=False)
         return closure_loss
+
+    def _announced(self, optimizer: Optimizer | None) -> Announced | None:
+        """What tells of the step that the backward about to run is followed by, if it is."""
+        trainer: Any = self._module.trainer
+        steps = self._module.automatic_optimization and optimizer is not None and self.precision_plugin.scaler is None
+        if not steps or self.settings.offload is not None or trainer.fit_loop._should_accumulate():  # 2.6
+            return None
+        adapter = self.adapter(cast(Optimizer, optimizer))
+        if adapter.rule == "closure":
+            return None
+        return lambda: adapter.announced() if undisturbed(trainer, _BEFORE_STEP) else None
 
     def block_backward_sync(self) -> AbstractContextManager[Any]:  # type: ignore[override]
         """Around all but the last micro-step of a step: full gradients stay local where they are replicated anyway."""

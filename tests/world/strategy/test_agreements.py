@@ -31,9 +31,11 @@ class Net(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-class Between(Net):
-    def on_before_backward(self, loss: Tensor) -> None:
-        pass
+class Between(pl.Callback):
+    """Does nothing in a hook, which is seen by nobody."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, lambda *args: None)
 
 
 class Counts(pl.Callback):
@@ -58,16 +60,22 @@ class Counts(pl.Callback):
 
 
 EXPECTED: list[tuple[int, dict[str, Any], list[int]]] = [
-    (1, {}, [3, 3]),  # the beginning of a backward, its end, the step
-    (2, {}, [3, 3]),
-    (3, {}, [3, 3]),  # the end of a forward with the beginning of the backward
-    (3, {"between": True}, [4, 4]),  # unless code of the user's comes between
-    (1, {"buffers": True}, [4, 4]),  # and the beginning of a forward, which has rank 0's buffers
-    (3, {"buffers": True}, [4, 4]),
-    (2, {"gradient_clip_val": 0.1}, [4, 4]),  # and the norm
-    (1, {"accumulate_grad_batches": 2}, [0, 3]),  # nothing is averaged in the first micro-step
-    (2, {"accumulate_grad_batches": 2}, [2, 3]),
-    (3, {"accumulate_grad_batches": 2}, [2, 3]),
+    (1, {}, [2, 2]),  # the beginning of a backward, and its end with the step
+    (2, {}, [2, 2]),
+    (3, {}, [2, 2]),  # the end of a forward with the beginning of the backward
+    (1, {"between": "on_before_backward"}, [2, 2]),
+    (3, {"between": "on_before_backward"}, [3, 3]),  # code of the user's that may come between keeps them apart
+    (3, {"between": "on_before_zero_grad"}, [3, 3]),
+    (1, {"between": "on_after_backward"}, [3, 3]),
+    (3, {"between": "on_before_optimizer_step"}, [3, 3]),
+    (3, {"between": "on_before_backward", "ranks": [1]}, [3, 3]),  # on one rank too
+    (2, {"between": "on_after_backward", "ranks": [1]}, [3, 3]),
+    (1, {"buffers": True}, [3, 3]),  # and the beginning of a forward, which has rank 0's buffers
+    (3, {"buffers": True}, [3, 3]),
+    (2, {"gradient_clip_val": 0.1}, [3, 3]),  # and the norm
+    (1, {"accumulate_grad_batches": 2}, [0, 2]),  # nothing is averaged in the first micro-step
+    (2, {"accumulate_grad_batches": 2}, [2, 2]),
+    (3, {"accumulate_grad_batches": 2}, [2, 2]),
     (2, {"offload": HostOffload(optimizer=True)}, [4, 4]),  # and whether all could take the step
 ]
 
@@ -76,11 +84,13 @@ def test_a_step_agrees_once_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(rank: int) -> None:
         for stage, options, expected in EXPECTED:
             chosen = dict(options)
-            net = (Between if chosen.pop("between", False) else Net)(chosen.pop("buffers", False))
+            net, between = Net(chosen.pop("buffers", False)), chosen.pop("between", None)
+            disturbed = rank in chosen.pop("ranks", [0, 1]) and between is not None
             strategy = ZeroStrategy(stage, units=["Sequential"], offload=chosen.pop("offload", None))  # type: ignore[arg-type]
             with monkeypatch.context() as patch, quiet():
                 counts = Counts(patch)
-                make_trainer(strategy, callbacks=[counts], **chosen).fit(net, DataLoader(range(6), batch_size=None))  # type: ignore[arg-type]
+                callbacks = [counts, *([Between(between)] if disturbed else ())]
+                make_trainer(strategy, callbacks=callbacks, **chosen).fit(net, DataLoader(range(6), batch_size=None))  # type: ignore[arg-type]
             assert counts.batches[2:4] == counts.batches[4:] == expected, (stage, options)
 
     run_world(2, run)

@@ -107,8 +107,8 @@ def check(found: dict[str, Any], stage: int, accumulate: int, where: str) -> Non
         assert found["steps"][step] == found["expected"], f"{where}, step {step}"
         if stage == 3:
             assert found["gathers"][step] == found["expected_order"], f"{where}, step {step}"
-    # Begin and end of each backward that reduces, the first with the end of the forward, and the step itself.
-    agreements = {1: 3, 2: 2 * accumulate + 1, 3: 2 * accumulate + 1}[stage]
+    # Begin and end of each backward that reduces, the first with the end of the forward, the last with the step.
+    agreements = 2 if stage == 1 else 2 * accumulate
     assert found["agreements"][1:] == [agreements] * (STEPS - 1), where
     total = found["expected"].total.numel
     if stage == 1:
