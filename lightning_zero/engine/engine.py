@@ -30,7 +30,6 @@ from lightning_zero._torch import (
     next_sequence_number,
     no_subclasses,
     queue_backward_callback,
-    take_gradient,
 )
 from lightning_zero.comm import Collectives, ControlGroup, Totals, raising
 from lightning_zero.comm.control import Met, parent_rank
@@ -445,9 +444,8 @@ class ZeroEngine:
                 self.means.spans.begin(Phase.BACKWARD, unit.name, unit.nbytes) if self.means.spans.heard else None
             )
 
-    def gradient_arrived(self, bucket: GradientBucket, position: int, parameter: Tensor) -> None:
-        """Take one finished gradient over from autograd."""
-        gradient = take_gradient(parameter)
+    def gradient_arrived(self, bucket: GradientBucket, position: int, gradient: Tensor | None) -> None:
+        """Take over one finished gradient, which autograd has no more."""
         if gradient is None or self._reducer is None:
             return
         if torch.is_grad_enabled():

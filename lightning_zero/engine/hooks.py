@@ -27,6 +27,7 @@ from lightning_zero._torch import (
     no_subclasses,
     opaque_to_dynamo,
     sequence_number,
+    take_gradient,
     tree_leaves,
     watched,
 )
@@ -191,15 +192,15 @@ def _collector(bucket: GradientBucket, position: int, engine: Any) -> Callable[[
         bucket, engine = weak_bucket(), weak_engine()
         if bucket is None or engine is None:
             return
-        now, room = bucket.round, bucket.room
+        now, room, taken = bucket.round, bucket.room, None
         first = room is None and not now.launched
         if (now.plain or first) and position not in now.arrived and not torch.is_grad_enabled() and not watched():
             gradient = get_gradient(parameter)  # past what user code sees
             if gradient is not None and gradient.layout is torch.strided:
-                if first:
-                    set_gradient(parameter, None)  # where an error comes, too
+                if first:  # it may show another dtype than it computed in, which takes no such gradient back
+                    taken = gradient
+                    set_gradient(parameter, None)
                     room = engine.room_for(bucket)
-                    set_gradient(parameter, gradient)
                 if now.plain and room:
                     if bucket.together:
                         now.waiting[position] = gradient
@@ -211,7 +212,7 @@ def _collector(bucket: GradientBucket, position: int, engine: Any) -> Callable[[
                     if len(now.arrived) == len(room.views):
                         engine.bucket_filled(bucket)
                     return
-        engine.gradient_arrived(bucket, position, parameter)
+        engine.gradient_arrived(bucket, position, take_gradient(parameter) if taken is None else taken)
 
     return arrived
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.engine.unit import ShardedUnit
 from tests.helpers.cases import VOCABULARY, WIDTH, Block, case, cross_entropy, tokens
+from tests.helpers.probe import Probe, fit
 from tests.helpers.training import Recipe, differences, train_ddp, train_zero
 from tests.helpers.world import run_world
 
@@ -145,6 +146,8 @@ def test_an_embedding_is_gathered_in_forward_alone() -> None:
             recipe = Recipe(steps=STEPS)
             zero = train_zero(one, recipe, stage=3)
             found.append((differences(train_ddp(one, recipe), zero), dict(counts)))
+        mixed = case("mixed", Plain, batch=tokens, loss=cross_entropy, units=("Block", "Embedding"))
+        fit(Probe(mixed), stage=3, micro_steps=3, options={"precision": "bf16-mixed"})  # gradients of 16 bits
         return found
 
     for (model, expected), *ranks in zip(MODELS.items(), *run_world(2, play), strict=True):
