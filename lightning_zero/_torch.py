@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -64,15 +65,36 @@ reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dis
 
 
 def new_group(
-    backend: str | None, timeout: timedelta | None, description: str, ranks: list[int] | None = None
+    backend: str | None, timeout: timedelta | None, description: str, sets: Sequence[Any] = (), lazily: bool = False
 ) -> dist.ProcessGroup:
-    """A group of all ranks, or of some. Since 2.15 annotated as if it could be no group, as it is for the others.
+    """A group of that of ``sets`` which this rank is of; of all ranks if there are fewer than two.
+
+    ``lazily``: over gloo, connect when connections are first used, unless the environment says otherwise. Until 2.13 a
+    rank has to call for all sets: names of groups made by their members only may differ, or come again.
 
     Collective: every rank of the default group.
     """
-    made: Any = dist.new_group(ranks, backend=backend, timeout=timeout, group_desc=description)
-    group: dist.ProcessGroup = made
-    return group
+    found, alone = None, len(sets) > 1 and tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+    with _connecting(lazily):
+        for ranks in sets if len(sets) > 1 else [None]:
+            if (mine := ranks is None or dist.get_rank() in ranks) or not alone:
+                made = dist.new_group(ranks and [*ranks], timeout, backend, None, alone, description)
+                found = made if mine else found
+    group: Any = found
+    return group  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _connecting(lazily: bool) -> Iterator[None]:
+    """How gloo connects groups made inside. Torch has no other way than the environment, which others must not see."""
+    name = "TORCH_GLOO_LAZY_INIT"
+    before = os.environ.get(name)
+    os.environ[name] = (before or "1") if lazily else "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        os.environ.update({} if before is None else {name: before})
 
 
 def groups_made() -> int:

@@ -203,6 +203,13 @@ class ControlGroup:
         self.counted: Sequence[int] = range(world_size)
         """The ranks whose parts make up a whole, in its order: where several groups have the same, this one's."""
 
+    def connect(self) -> None:
+        """Open the connections that agreements go through: those of ``_swap``. Collective: every rank."""
+        distances = [1 << digit for digit in range((self.world_size - 1).bit_length())]
+        with naming_failures("the first agreement", self.rank, self.process_group, 2 * len(distances)):
+            for distance in distances:
+                self._swap(torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8), distance)
+
     # ------------------------------------------------------------- the one agreement, and what else is built on it
 
     def together(

@@ -52,7 +52,7 @@ from lightning_zero.comm.collectives import Pending
 from lightning_zero.comm.control import ControlGroup, watch_ranks
 from lightning_zero.config import ShardWithin
 
-__all__ = ["RANKS_PER_HOST", "Connections", "Groups", "ShardGroup", "connections"]
+__all__ = ["RANKS_PER_HOST", "STORE", "Connections", "Groups", "ShardGroup", "connections"]
 __all__ += ["destroy_default_group_at_exit", "order_launches", "orders_differ", "places_by_host"]
 __all__ += ["shard_span", "shut", "sockets", "this_host"]
 
@@ -128,19 +128,28 @@ def places_by_host(hosts: Sequence[Sequence[int]]) -> list[list[int]] | None:
 class Connections(dict[str, list[tuple[int, str]]]):
     """Sockets by the name of their process group: the number of the file, and what the system calls it."""
 
+    _making = False
+
     @contextmanager
     def opened(self) -> Iterator[list[tuple[int, str]]]:
-        """Those that were opened inside, afterwards."""
+        """Those that were opened inside, afterwards. Meanwhile ``shut`` ends waits for the store, whatever the name."""
         before, found = sockets(), list[tuple[int, str]]()
-        yield found
-        found += sockets().items() - before.items()
+        self._making = True
+        try:
+            yield found
+            found += sockets().items() - before.items()
+        finally:
+            self._making = False
 
     def shut(self, name: str) -> None:
         """End whatever waits for them."""
-        for file, _ in sockets().items() & set(self.get(name, ())):
+        known = {*self.get(name, ()), *(self.get(STORE, ()) if self._making else ())}
+        for file, _ in sockets().items() & known:
             shut(file)
 
 
+STORE = "(store)"
+"""Stands for a group where processes make groups."""
 connections = Connections()
 
 
@@ -234,9 +243,8 @@ class Groups:
         watch_ranks()
         size = span or world_size
         sets = [range(first, first + size) for first in range(0, world_size, size)]
+        control, checkpoint = (_connected(timeout, what) for what in ("agreements", "checkpoints"))
         gather = _made(backend, timeout, "parameters", sets)
-        control = ControlGroup(_made("gloo", timeout, "agreements"), rank, world_size)
-        checkpoint = ControlGroup(_made("gloo", timeout, "checkpoints"), rank, world_size)
         groups = cls(gather, gather, control, checkpoint, ShardGroup(rank % size, size), size, timeout=timeout)
         groups.made, groups.sets = (weakref.ref(default), backend, span), sets
         if size < world_size:
@@ -320,21 +328,34 @@ class Groups:
         another one, and would wait in it for this rank. The store of the default group has no order.
 
         Returns:
-            The notes of the ranks that came within so many seconds, by rank; this rank's own among them. If they are
-            not complete, this rank counts as not here for those who look later.
+            The notes of the ranks that came before the first one had waited for so many seconds, by rank; this rank's
+            own among them, and no other's if it came later. Complete on every rank or on none. In seven requests, and
+            one more for each 62 ranks where not all come.
         """
         self._meetings[occasion] += 1
-        key, rank = f"lightning_zero/{self.number}/{occasion}/{self._meetings[occasion]}", self.control.rank
+        rank, size = self.control.rank, self.control.world_size
+        key = f"lightning_zero/{self.number}/{occasion}/{self._meetings[occasion]}"
         notes = {rank: note}
-        if self.control.world_size > 1:
-            store, keys = default_store(), [f"{key}/{other}" for other in range(self.control.world_size)]
+        if size > 1:
+            store, end = default_store(), f"{key}/end"
             with suppress(RuntimeError):  # the process that serves the store is gone
-                store.set(keys[rank], note)
-                with suppress(RuntimeError):  # not all have come
-                    store.wait(keys, timedelta(seconds=seconds))
-                notes |= {other: store.get(at).decode() for other, at in enumerate(keys) if store.check([at])}
-                if len(notes) < len(keys):
-                    store.delete_key(keys[rank])  # who comes later must not take this rank for one that waits
+                store.set(f"{key}/{rank}", note)
+                store.add(f"{key}/here/{rank // _FLAGS}", 1 << rank % _FLAGS)
+                here = [*range(size)]
+                if store.add(f"{key}/count", 1) == size:
+                    store.compare_set(end, "", _ALL)
+                else:
+                    with suppress(RuntimeError):  # not all have come
+                        store.wait([end], timedelta(seconds=seconds))
+                    if not store.check([end]):
+                        flags = [store.add(f"{key}/here/{word}", 0) for word in range(-(-size // _FLAGS))]
+                        here = [other for other in range(size) if flags[other // _FLAGS] >> other % _FLAGS & 1]
+                        store.compare_set(end, "", " ".join(map(str, here)))
+                if (told := store.get(end).decode()) != _ALL:
+                    here = [*map(int, told.split())]
+                if rank in here:  # else this rank came when another one had given up
+                    keys = [f"{key}/{other}" for other in here]
+                    notes |= {other: text.decode() for other, text in zip(here, store.multi_get(keys), strict=True)}
         return notes
 
     def destroy(self) -> None:
@@ -363,19 +384,24 @@ class Groups:
 
 
 def _made(
-    backend: str | None, timeout: timedelta | None, description: str, sets: Sequence[Sequence[int]] = ()
+    backend: str | None, timeout: timedelta | None, description: str, sets: Sequence[Sequence[int]]
 ) -> dist.ProcessGroup:
-    """A group whose connections are known: of all ranks, or of that set of ranks which this one is of.
+    """A group whose connections are known: of that one of ``sets`` which this rank is of. Collective: every rank."""
+    with connections.opened() as opened:
+        group = new_group(backend, timeout, description, sets)
+    connections[group.group_name] = opened
+    return group
 
-    Every rank is of one of ``sets``. Collective: every rank.
-    """
-    for ranks in sets or [range(dist.get_world_size())]:
-        with connections.opened() as opened:
-            group = new_group(backend, timeout, description, [*ranks] if len(sets) > 1 else None)
-        if dist.get_rank() in ranks:
-            connections[group.group_name] = opened
-            found = group
-    return found
+
+def _connected(timeout: timedelta | None, description: str) -> ControlGroup:
+    """A control group of all ranks. All connections would be a file, and bytes in the store, for each rank of each:
+    so it has those only that agreements use. Collective: every rank."""
+    with connections.opened() as opened:
+        group = new_group("gloo", timeout, description, lazily=True)
+        control = ControlGroup(group, dist.get_rank(), dist.get_world_size())
+        control.connect()
+    connections[group.group_name] = opened
+    return control
 
 
 def _destroy(group: dist.ProcessGroup | None) -> None:
@@ -390,5 +416,7 @@ def _end_all() -> None:
         _LIVE[-1].destroy()
 
 
+_ALL = "all"  # have come to a rendezvous
+_FLAGS = 62  # in a number of the store's
 _LIVE: list[Groups] = []  # not destroyed yet
 os.register_at_fork(after_in_child=_LIVE.clear)  # a forked process has the groups but none of their threads

@@ -58,6 +58,7 @@ import torch.distributed as dist
 from lightning_zero import _torch
 from lightning_zero._torch import abort_group, default_store, entered_collectives, group_called, groups_made
 from lightning_zero.comm.control import ANY_AGREEMENT, notes_of, passed_on
+from lightning_zero.comm.groups import STORE as _STORE
 from lightning_zero.comm.groups import connections, sockets, this_host
 
 __all__ = ["Watch", "current_watch", "watch_ranks"]
@@ -67,7 +68,6 @@ _LONG_SECONDS = 1.0  # in one wait, before anybody is told
 _LONG_ALONE_SECONDS = 5.0  # of a rank that has lost the store
 _RATE, _JUDGE_RATE = 50, 1000  # questions a second of all ranks together; states a second that are read by one
 _TEXT, _NAMED = 500, 16  # characters of what a rank does; ranks that are told of one by one
-_STORE = "(store)"  # in place of a group's name: where processes make groups
 _NO_WAITS = {"_object_to_tensor", "_tensor_to_object", "destroy_process_group", "_shutdown_backend"}
 _MAKE_GROUPS = {"_new_process_group_helper", "_store_based_barrier", "init_process_group"}
 _MAKE_GROUPS |= {"_create_gloo_process_group", "_create_nccl_process_group"}  # since 2.14

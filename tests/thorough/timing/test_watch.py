@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -84,9 +85,14 @@ def _new_group(groups: Groups) -> None:
     dist.new_group()
 
 
+def _groups_of_ours(groups: Groups) -> None:
+    Groups.create(timeout=timedelta(seconds=60))
+
+
 PAIRS: dict[str, tuple[Callable[[Groups], None], Callable[[Groups], None], str]] = {
     "two groups": (_agreement, _of_checkpoints, "exchange of the group 'agreements'"),
     "making a group": (_agreement, _new_group, "for a new process group"),
+    "making groups of ours": (_groups_of_ours, _agreement, "through the group 'agreements' (the first agreement)"),
 }
 
 

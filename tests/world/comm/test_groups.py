@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_zero.comm import ControlGroup, Groups
+from lightning_zero.comm import groups as module
 from lightning_zero.comm.control import Met, naming_failures, raising
+from lightning_zero.comm.groups import connections, sockets
 from lightning_zero.engine.agreement import Agreement
 from lightning_zero.errors import CommunicationError, DivergenceError, OffloadError
 from tests.helpers.world import run_world
@@ -16,6 +23,63 @@ from tests.helpers.world import run_world
 
 def in_world(world_size: int, function: Callable[[ControlGroup], object]) -> list[object]:
     return run_world(world_size, lambda rank: function(Groups.create("gloo").control), timeout=30)
+
+
+def test_a_control_group_has_the_connections_it_uses_and_no_more() -> None:
+    """To both sides at distances 1, 2 and 4, the last of which is one rank, and one to listen: none for each rank."""
+
+    def run(rank: int) -> tuple[list[int], bool, int]:
+        before, environment = len(sockets()), dict(os.environ)
+        groups = Groups.create("gloo")
+        controls = (groups.control, groups.checkpoint)
+        counts = [len(connections[str(control.process_group.group_name)]) for control in controls]  # type: ignore[union-attr]
+        made = len(sockets())
+        for control in controls:
+            control.gather_objects("x" * rank)
+            control.any_of(torch.zeros(5, dtype=torch.uint8))
+        assert len(sockets()) == made > before
+        left_alone, made = dict(os.environ) == environment, len(sockets())
+        dist.new_group(backend="gloo")
+        return counts, left_alone, len(sockets()) - made
+
+    for counts, left_alone, of_another in run_world(8, run, timeout=60):
+        assert counts == [6, 6]
+        assert left_alone
+        assert of_another == 8  # connected to all, as ever
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_shard_groups_are_made_at_once(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call for the shard groups, one for the replicas, and one more for reductions, whatever the ranks are."""
+    calls, new_group = list[Any](), dist.new_group
+
+    def counted(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        calls.append(ranks)
+        return new_group(ranks, *args, **kwargs)
+
+    class Control(ControlGroup):
+        def agree_any(self, flag: bool) -> bool:
+            return flag
+
+    dist.init_process_group("fake", rank=77, world_size=512, store=FakeStore())
+    try:
+        monkeypatch.setattr(dist, "new_group", counted)
+        monkeypatch.setattr(module, "watch_ranks", lambda: None)
+        monkeypatch.setattr(module, "_connected", lambda timeout, what: Control(None, 77, 512))
+        groups = Groups.create("fake", timedelta(seconds=30), apart, span=8)
+        expected: list[list[int]] = [[*range(72, 80)], [*range(5, 512, 8)], [*range(72, 80)]][: 2 + apart]
+        if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14):
+            expected = [[1]] * (64 + 8 + 64 * apart)  # each rank calls for the groups of all
+        assert len(calls) == len(expected)
+        assert Groups.create("fake", timedelta(seconds=30), apart, span=8) is groups
+        assert len(calls) == len(expected)
+        assert groups.across is not None
+        for group, ranks in ((groups.gather, range(72, 80)), (groups.reduce, range(72, 80))):
+            assert dist.get_process_group_ranks(group) == [*ranks]
+        assert dist.get_process_group_ranks(groups.across.gather) == [*range(5, 512, 8)]
+        groups.destroy()
+    finally:
+        dist.destroy_process_group()
 
 
 def float64(*numbers: float) -> torch.Tensor:
