@@ -1,8 +1,8 @@
 """Side streams for the wire on CUDA, and nothing at all on the CPU, behind one interface.
 
-A tensor that crosses streams travels with an event. No ``record_stream``: every buffer the engine hands to a side
-stream lives as long as the engine, or until the host has waited for that stream, so it is never given back to the
-allocator while in use.
+A tensor that crosses streams travels with an event. No ``record_stream``, which lets the allocator decide by what the
+device has come to, so that a host that runs ahead takes more and more memory: a buffer that goes back to the allocator
+has its own stream wait for whoever used it (``hand_back``), and the others live as long as the engine.
 """
 
 from __future__ import annotations
@@ -96,6 +96,20 @@ class Streams:
     def nothing(self) -> Event:
         """An event behind no work at all: for a copy that something else tells when to begin."""
         return self._cuda.Event() if self.beside else None
+
+    def current(self) -> Any:
+        """The stream that work is issued on, and that memory taken now belongs to (``None`` on the CPU)."""
+        return self._cuda.current_stream(self.device) if self.beside else None
+
+    def hand_back(self, home: Any, after: Event = None) -> None:
+        """Let the stream ``home``, whose memory the allocator gets back, go on only behind ``after`` and behind all
+        work of the current stream so far: the next to have that memory is on it. The host does not wait."""
+        if home is None:
+            return
+        if after is not None:
+            home.wait_event(after)
+        if (current := self.current()) != home:
+            home.wait_stream(current)
 
     def wait(self, event: Event) -> None:
         """Let the current stream continue only after ``event``; the host does not wait."""

@@ -149,7 +149,7 @@ class ZeroEngine:
         control.alike("model or plan", plan.summary_lines())
         values = initial or MetaValues.by_unit(module, plan)
         self.module, self.plan = module, plan
-        spans, pool = Spans(), BufferPool(collectives, tiers.device, plan)
+        spans, pool = Spans(), BufferPool(collectives, tiers.device, tiers.streams, plan)
         marks = 1 + report_width(sum(layout.trainable for layout in plan.layouts))
         self.means = means = Means(collectives, control, Agreement(control, 5, marks, spans), tiers, pool, spans)
         self.units: list[Unit] = UnitBuilder(module, plan, means, values).build()

@@ -10,8 +10,9 @@ graph holds no buffer.
 [Note: places]
 The plan says how many buffers there are, of which sizes, and which units share one: its slots. Each is a *place* here,
 and the pool keeps one buffer for each place. If that one is in use, or somebody else holds it, the pool makes another,
-which replaces it or goes when it is given back. On an accelerator buffers stay, so that no step after the first ones
-allocates anything. On a CPU they go between steps (``trim``), because there the memory is everybody's.
+which replaces it or goes when it is given back. On an accelerator buffers stay, but for those of the largest units of
+a place, and large ones for gradients: see [Note: what passes] in ``plan.plan``. On a CPU they go between steps
+(``trim``), because there the memory is everybody's.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from lightning_zero._torch import (
     users_of,
 )
 from lightning_zero.comm import Collectives
-from lightning_zero.comm.streams import Event
+from lightning_zero.comm.streams import Event, Streams
 from lightning_zero.errors import some
-from lightning_zero.plan import KEPT_NBYTES, FlatLayout, Plan, pack
+from lightning_zero.plan import IDLE_NBYTES, KEPT_NBYTES, FlatLayout, Plan, kept_nbytes, pack
 from lightning_zero.shards.slice import views_of
 
 __all__ = ["Buffer", "BufferPool", "FlatBuffer", "carve"]
@@ -80,14 +81,16 @@ class Buffer:
         pool: has made it.
         memory: 1-D uint8, with a storage of its own.
         place: what it was taken for.
+        home: the stream that its memory belongs to.
     """
 
-    __slots__ = ("free", "key", "made", "memory", "own", "place", "pool", "unit", "version")
+    __slots__ = ("free", "home", "key", "made", "memory", "own", "place", "pool", "unit", "version")
 
-    def __init__(self, pool: BufferPool, memory: Tensor, place: Hashable) -> None:
+    def __init__(self, pool: BufferPool, memory: Tensor, place: Hashable, home: Any = None) -> None:
         self.pool = pool
         self.memory = memory
         self.place = place
+        self.home = home
         self.key = storage_key(memory)
         self.unit: Any = None  # whose weights are, or were, in it
         self.version = -1  # and of which version
@@ -116,45 +119,61 @@ class BufferPool:
     Args:
         wire: what they travel by.
         device: where they are.
+        streams: of that device.
         plan: which places there are.
     """
 
-    def __init__(self, wire: Collectives, device: torch.device, plan: Plan) -> None:
+    def __init__(self, wire: Collectives, device: torch.device, streams: Streams, plan: Plan) -> None:
         self._wire = wire
         self._device = device
-        self.sizes: dict[Hashable, int] = {("parameters", slot): nbytes for slot, nbytes in enumerate(plan.slots)}
-        """Bytes of the buffer of each place."""
-        self.sizes |= {("gradients", slot): nbytes for slot, nbytes in enumerate(plan.gradient_slots)}
+        self._streams = streams
+        needs, keep = plan.needs(), kept_nbytes if streams.beside else max
+        self.sizes: dict[Hashable, int] = {place: keep(of_units.values()) for place, of_units in needs.items()}
+        """Bytes of the buffer that is kept for each place."""
+        self._passing: dict[tuple[Hashable, int], int] = {
+            (place, unit): nbytes
+            for place, of_units in needs.items()
+            for unit, nbytes in of_units.items()
+            if nbytes > self.sizes[place]
+        }
         self._idle: dict[Hashable, Buffer] = {}
         self._looks = _LOOKS
         self._left: list[tuple[Any, WeakStorage]] = []  # whose weights are where others have tensors
         self.used: dict[int, Buffer] = {}
         """Buffers that were taken, by the key of their storage."""
 
-    def take(self, place: Hashable, lent: bool = False) -> Buffer:
-        """A buffer for a place. ``lent``: the other ranks read what is in it before it is reduced."""
+    def take(self, place: Hashable, unit: int, lent: bool = False) -> Buffer:
+        """A buffer for a unit in a place. ``lent``: the other ranks read what is in it before it is reduced."""
+        nbytes = self._passing.get((place, unit)) or self.sizes[place]
         buffer = self._idle.pop(place, None)
-        if buffer is not None and users_of(buffer.key) > buffer.own:
+        if buffer is not None and (users_of(buffer.key) > buffer.own or buffer.memory.numel() != nbytes):
             self._leave(buffer)
             buffer = None
         if buffer is None:
             with untracked(), outside_of_transforms():
-                nbytes = self.sizes[place]
                 memory = self._wire.lend(nbytes, gathered=not lent)
                 if memory is None:
                     memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            buffer = Buffer(self, memory, place)
+            buffer = Buffer(self, memory, place, self._streams.current())
         self.used[buffer.key] = buffer
         return buffer
 
-    def give(self, buffer: Buffer) -> None:
-        """Let others take a buffer, if the pool has none for its place."""
-        if self.used.pop(buffer.key, None) is not None and self._idle.setdefault(buffer.place, buffer) is not buffer:
+    def give(self, buffer: Buffer, last: bool = False) -> None:
+        """Let others take a buffer, if the pool keeps one of its size for its place and has none.
+
+        ``last``: nobody takes one before the next backward.
+        """
+        if self.used.pop(buffer.key, None) is None:
+            return
+        nbytes = buffer.memory.numel()
+        passes = nbytes > self.sizes[buffer.place] or (last and self._streams.beside and nbytes >= IDLE_NBYTES)
+        if passes or self._idle.setdefault(buffer.place, buffer) is not buffer:
             self._leave(buffer)
 
     def drop(self, buffer: Buffer) -> None:
         """Let go of a buffer for good: no other unit has it next, or an error may have left a transfer to it."""
         self.used.pop(buffer.key, None)
+        self._streams.hand_back(buffer.home, buffer.free)
 
     def trim(self) -> None:
         """Let go of idle buffers, but for small ones. One rank alone rarely needs those of gradients."""
@@ -194,9 +213,10 @@ class BufferPool:
         return [(unit, bytes_of(storage)) for unit, storage in kept]
 
     def _leave(self, buffer: Buffer) -> None:
-        """Leave a buffer to whoever has a tensor there."""
+        """Leave a buffer to whoever has a tensor there; nobody: to the allocator."""
         if buffer.unit is not None and buffer.shared:
             self._left.append((buffer.unit, WeakStorage(buffer.memory)))
+        self._streams.hand_back(buffer.home, buffer.free)
 
     def __iter__(self) -> Iterator[Buffer]:
         """Every buffer that there is."""

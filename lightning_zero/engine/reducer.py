@@ -711,10 +711,10 @@ class GradientReducer:
                 del self._taken[place]
                 buffer = None
             else:
-                buffer = pool.take(place, lent=True)
+                buffer = pool.take(place, index, lent=True)
                 self._further.append(buffer)
         if buffer is None:
-            buffer = pool.take(place, lent=True)
+            buffer = pool.take(place, index, lent=True)
             self._taken[place] = index, buffer
 
         def rooms(memory: Tensor) -> tuple[list[FlatBuffer], int]:
@@ -747,7 +747,7 @@ class GradientReducer:
 
     def _give_back(self) -> None:
         for buffer in (*(buffer for _, buffer in self._taken.values()), *self._further):
-            self._means.pool.give(buffer)
+            self._means.pool.give(buffer, last=True)
         self._taken.clear()
         self._further.clear()
 

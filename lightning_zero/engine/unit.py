@@ -230,7 +230,7 @@ class ShardedUnit(Unit):
         if self.storage is not None and not self.pins:
             self.release()
         collectives, streams, index = means.collectives, means.tiers.streams, self.plan.index
-        target = means.pool.take(self.place)
+        target = means.pool.take(self.place, index)
         target.unit, target.version = self, self.version
         buffers, _ = target.made.get(index) or target.keep(index, self._bound_in)
         with untracked(), streams.gathering(target.free) if streams.beside else _NOTHING:

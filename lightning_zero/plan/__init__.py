@@ -25,6 +25,7 @@ from lightning_zero.plan.layout import (
 )
 from lightning_zero.plan.plan import (
     FETCH_UNITS,
+    IDLE_NBYTES,
     KEPT_NBYTES,
     STAGING_BUFFERS,
     CollectiveTraffic,
@@ -33,6 +34,7 @@ from lightning_zero.plan.plan import (
     UnitPlan,
     ZeroPlan,
     build_plan,
+    kept_nbytes,
     pack,
 )
 from lightning_zero.plan.tree import check_memory, sums_in_place
@@ -41,6 +43,7 @@ from lightning_zero.plan.units import find_recomputed
 __all__ = [
     "ALIGNMENT",
     "FETCH_UNITS",
+    "IDLE_NBYTES",
     "KEPT_NBYTES",
     "PAGE_NBYTES",
     "ROUND_NBYTES",
@@ -62,6 +65,7 @@ __all__ = [
     "check_memory",
     "deal_out",
     "find_recomputed",
+    "kept_nbytes",
     "make_buckets",
     "make_pieces",
     "pack",

@@ -8,6 +8,13 @@ time (a unit and those nested in it) must never share a slot, hence no slot is s
 one another should not, so that one can be gathered while the other computes; those further apart do, whatever their
 sizes: embedding and head of a language model have one slot, and in between blocks use it too.
 
+[Note: what passes]
+On an accelerator, where buffers last, the largest units of a slot would have it hold their size while others use it,
+or nobody does: 3 GB of a language model's embedding and head, just where activations peak. So a slot keeps what at
+least three of its units need. The one or two that need more take memory of the allocator's for as long as they are in
+the slot, which has nothing else meanwhile. All steps do so alike, so that the allocator has what it needs after the
+first ones. A unit that has its slot alone gives it back for the optimizer's step.
+
 [Note: counting traffic]
 Bytes are those of the whole flat buffer, as the ZeRO paper counts them (section 7): an all-gather or a reduce-scatter
 of n elements counts n, of which a rank sends the fraction (world size - 1) / world size. With a model of P elements,
@@ -62,6 +69,7 @@ __all__ = [
     "MIXED_DTYPES",
     "TRUE_DTYPES",
     "FETCH_UNITS",
+    "IDLE_NBYTES",
     "KEPT_NBYTES",
     "STAGING_BUFFERS",
     "CollectiveTraffic",
@@ -71,6 +79,7 @@ __all__ = [
     "ZeroPlan",
     "assign_slots",
     "build_plan",
+    "kept_nbytes",
     "pack",
 ]
 
@@ -86,6 +95,13 @@ FETCH_UNITS = 2
 STAGING_BUFFERS = 2
 """Host buffers for each direction, where the host computes for what travels to or from an accelerator: gradients that
 are added to others, and weights that are cast."""
+
+PASSING_NBYTES = 2**20
+"""What an accelerator saves at least by not keeping the buffer of a slot's largest units: see [Note: what passes]."""
+
+IDLE_NBYTES = 256 * 2**20
+"""A buffer for gradients of so many bytes is not kept on an accelerator from one backward to the next. What computes
+with such a unit takes longer than the host takes to make views of its gradients anew."""
 
 KEPT_NBYTES = 64 * 2**10
 """A buffer of fewer bytes stays on a CPU from step to step: the views of it are worth more than its memory."""
@@ -317,16 +333,7 @@ class ZeroPlan:
         An upper bound where autograd has no reason to run a unit's backward: a frozen unit with nothing trainable
         before it is gathered in forward only, which the plan cannot know.
         """
-        nested: dict[int | None, list[UnitPlan]] = {}
-        for unit in self.units:
-            # Ancestors ascend in registration order, so the innermost comes last.
-            nested.setdefault(unit.ancestors[-1] if unit.ancestors else None, []).append(unit)
-        backward: list[UnitPlan] = []  # a unit's backward starts at its outputs
-        waiting = list(nested.get(None, ()))
-        while waiting:
-            backward.append(waiting.pop())
-            waiting.extend(nested.get(backward[-1].index, ()))
-        backward = [unit for unit in backward if not unit.looks_up]
+        backward = [unit for unit in self.backward() if not unit.looks_up]
         resident: dict[int, int] = {}
         gathered: list[int] = []
         for _ in range(2):  # what the step before left behind is known only in the second one
@@ -337,6 +344,63 @@ class ZeroPlan:
                     gathered.append(unit.index)
             resident = {slot: index for slot, index in resident.items() if not self.units[index].trainable_layouts}
         return tuple(gathered), resident
+
+    def backward(self) -> list[UnitPlan]:
+        """Sharded units in the order of their backwards: each starts at the unit's outputs, before what it nests."""
+        nested: dict[int | None, list[UnitPlan]] = {}
+        for unit in self.units:
+            # Ancestors ascend in registration order, so the innermost comes last.
+            nested.setdefault(unit.ancestors[-1] if unit.ancestors else None, []).append(unit)
+        found: list[UnitPlan] = []
+        waiting = list(nested.get(None, ()))
+        while waiting:
+            found.append(waiting.pop())
+            waiting.extend(nested.get(found[-1].index, ()))
+        return found
+
+    def needs(self) -> dict[tuple[str, int], dict[int, int]]:
+        """Of each slot, ``("parameters" or "gradients", slot)``, the bytes that its units need, by their indices."""
+        found: dict[tuple[str, int], dict[int, int]] = {}
+        for unit in self.units:
+            if unit.slot is not None:
+                found.setdefault(("parameters", unit.slot), {})[unit.index] = unit.slot_nbytes
+            if unit.gradient_slot is not None:
+                found.setdefault(("gradients", unit.gradient_slot), {})[unit.index] = unit.gradient_slot_nbytes
+        return found
+
+    def slots_in_step(self, accelerator: bool, collects: bool) -> tuple[tuple[int, int], dict[int, tuple[int, int]]]:
+        """Bytes of slots for parameters and, if it ``collects``, for gradients: after a step; and in the backward of
+        each unit, by its index, at the end of the backward (-1), and of the forward (the number of units)."""
+        units, sharded, needs = self.units, self.placement.shards_parameters, self.needs()
+        lasting, there = self.gathers()[1], dict[tuple[str, int], int]()
+        if not accelerator:
+            small = (nbytes for nbytes in self.gradient_slots if nbytes < KEPT_NBYTES and self.group_size > 1)
+            slots = sum(n for slot, n in enumerate(self.slots) if slot in lasting or n < KEPT_NBYTES)
+            whole = sum(self.slots), sum(self.gradient_slots) * collects
+            during = {**dict.fromkeys(range(len(units) + 1), whole), -1: (slots, whole[1])}
+            return (slots, sum(small) * collects), during
+        kept = {place: kept_nbytes(of_units.values()) for place, of_units in needs.items()}
+
+        def take(index: int, kind: str, slot: int | None) -> tuple[int, int]:
+            if slot is not None and (collects or kind == "parameters"):
+                there[kind, slot] = max(needs[kind, slot][index], kept[kind, slot])
+            found = sum(nbytes for (kind, _), nbytes in there.items() if kind == "parameters")
+            return found, sum(there.values()) - found
+
+        during = {}
+        for _ in range(2):  # what the step before left behind is known only in the second one
+            for unit in units:
+                during[len(units)] = take(unit.index, "parameters", unit.slot)
+            for unit in self.backward() if sharded else units:
+                take(unit.index, "parameters", None if unit.looks_up else unit.slot)
+                during[unit.index] = during[-1] = take(unit.index, "gradients", unit.gradient_slot)
+            for (kind, slot), nbytes in list(there.items()):
+                passes, gradients = nbytes > kept[kind, slot], kind == "gradients"
+                if nbytes >= IDLE_NBYTES or passes if gradients else passes and slot not in lasting:
+                    del there[kind, slot]
+        if sharded:
+            during[0] = during[-1]  # gradients of the root are complete at the end
+        return take(0, "parameters", None), during
 
     def expected_memory(self, **settings: Any) -> Any:
         """Bytes on one rank's device, a ``Memory``; ``settings`` are those of ``planner.costs.expected_memory``."""
@@ -514,6 +578,13 @@ def _layouts(parameters: Sequence[ParameterSpec], group_size: int, dtypes: Dtype
         FlatLayout.build(group, group_size, dtypes.compute(group[0]), dtypes.reduce(group[0]))
         for group in groups.values()
     )
+
+
+def kept_nbytes(needs: Iterable[int]) -> int:
+    """Bytes that an accelerator keeps for a slot whose units need so many: see [Note: what passes]."""
+    most, *others = sorted(needs, reverse=True)
+    kept = others[1] if len(others) > 1 else 0
+    return kept if most - kept >= PASSING_NBYTES else most
 
 
 def assign_slots(

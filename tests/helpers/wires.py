@@ -19,9 +19,9 @@ from lightning_zero.plan import Plan
 
 def make_means(plan: Plan, wire: Collectives) -> Means:
     """What the parts of an engine of one rank work with."""
-    control, device = ControlGroup(None), torch.device("cpu")
-    pool = BufferPool(wire, device, plan)
-    return Means(wire, control, Agreement(control, 5, 4), MemoryTiers(device), pool, Spans())
+    control, tiers = ControlGroup(None), MemoryTiers(torch.device("cpu"))
+    pool = BufferPool(wire, tiers.device, tiers.streams, plan)
+    return Means(wire, control, Agreement(control, 5, 4), tiers, pool, Spans())
 
 
 class WrappedCollectives(Collectives):

@@ -10,9 +10,11 @@ parameters of a group, so what it makes has the size of all of them. *Fused*: on
 those of torch 2.11 to 2.15; a test counts them.
 
 [Note: the worst moment]
-Buckets, masters and state have their memory from set-up to the end, and slots on an accelerator. On the CPU slots are
-let go before each optimizer step, but for those of frozen units; those of parameters when the backward ends, before the
-last gradients are reduced. Shards of gradients that are reduced during the backward (stages 2 and 3) have memory from
+Buckets, masters and state have their memory from set-up to the end, and slots on an accelerator, but for what passes
+there: see [Note: what passes] in ``plan.plan``. So there are two high moments, the end of the forward, where
+activations peak, and the end of the backward, where an embedding's gradient is made. On the CPU slots are let go before
+each optimizer step, but for those of frozen units; those of parameters when the backward ends, before the last
+gradients are reduced. Shards of gradients that are reduced during the backward (stages 2 and 3) have memory from
 their reduction on, until gradients are cleared. Two things come and go beside that:
 
 * In backward, autograd hands over each gradient in memory of its own, from which it is copied into its bucket at once.
@@ -26,7 +28,7 @@ their reduction on, until gradients are cleared. Two things come and go beside t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
@@ -38,7 +40,6 @@ from lightning_zero.config import NvmeOffload, Tier
 from lightning_zero.optim.rules import steps_on_slices, torch_class
 from lightning_zero.plan import (
     FETCH_UNITS,
-    KEPT_NBYTES,
     PAGE_NBYTES,
     ROUND_NBYTES,
     STAGING_BUFFERS,
@@ -216,15 +217,15 @@ class StageMemory:
 
 
 def stage_memory(
-    plan: Plan, name: str, rank: int, optimizer: OptimizerCost, *, receive_buffer: bool, accelerator: bool
+    plan: Plan, name: str, rank: int, optimizer: OptimizerCost, *, accelerator: bool, activations: int = 0, **wire: bool
 ) -> StageMemory:
     """What a plan takes of one rank, everywhere, with the traffic of one micro-step; see ``expected_memory``."""
     where: dict[str, Any] = {"rank": rank, "accelerator": accelerator}
-    device = {"optimizer": optimizer, "receive_buffer": receive_buffer, **where}
+    device = {"optimizer": optimizer, **wire, **where}
     return StageMemory(
         name=name,
         rest=expected_memory(plan, **device),
-        peak=expected_memory(plan, **device, peak=True),
+        peak=expected_memory(plan, **device, peak=True, activations=activations),
         host=expected_host_memory(plan, optimizer_tensors=optimizer.state, **where),
         disk=expected_disk(plan, rank=rank, optimizer_tensors=optimizer.state),
         traffic=plan.expected_traffic(),
@@ -239,6 +240,7 @@ def expected_memory(
     receive_buffer: bool = True,
     accelerator: bool = False,
     peak: bool = False,
+    activations: int = 0,
 ) -> Memory:
     """What is on one rank's device after a training step.
 
@@ -249,6 +251,8 @@ def expected_memory(
         receive_buffer: whether the wire does (``Collectives.receives``): not shared memory, nor an accelerator.
         accelerator: whether the device is one.
         peak: at the worst moment of a step instead of after it; see [Note: the worst moment].
+        activations: what forward and backward hold beside that at most. They have gone when the first unit of the
+            forward has its backward, and when the optimizer steps.
 
     Raises:
         ValueError: if there is no such rank.
@@ -260,11 +264,9 @@ def expected_memory(
     kept = sum(la.numel // keeping * la.compute_dtype.itemsize for la in layouts) if keeping else 0
     # The owner of a whole parameter keeps a copy of it, with its state.
     whole = sum(nbytes for owner, nbytes in owners_of(plan, stepped) if owner == rank) if optimizer.whole else 0
-    lasting = range(len(plan.slots)) if accelerator else plan.gathers()[1]
     # A world of one collects gradients where they are to be.
     in_place = all(la.dtype == la.reduce_dtype and not plan.rest_of(la).offloaded for la in trained)
-    collected = () if plan.group_size == 1 and in_place else plan.gradient_slots
-    small = (nbytes for nbytes in collected if nbytes < KEPT_NBYTES and plan.group_size > 1)
+    after, during = plan.slots_in_step(accelerator, collects=not (plan.group_size == 1 and in_place))
     rest = Memory(
         # Masters of the same dtype are views of the parameters.
         parameters=0 if placement.shards_parameters else sum(la.numel * la.compute_dtype.itemsize for la in layouts),
@@ -272,18 +274,22 @@ def expected_memory(
         masters=shards[Tier.DEVICE, "masters"],
         gradients=shards[Tier.DEVICE, "gradients"],
         optimizer=shards[Tier.DEVICE, "optimizer"] + (1 + optimizer.state) * whole,
-        slots=sum(n for slot, n in enumerate(plan.slots) if slot in lasting or n < KEPT_NBYTES),
-        gradient_slots=sum(collected if accelerator else small),
+        slots=after[0],
+        gradient_slots=after[1],
         transport=_transport_nbytes(plan, trained, receive_buffer),
     )
     if not peak:
         return rest
-    missing, raw = _backward_nbytes(plan, accelerator)
     # Sums on an accelerator, in no slot, that leave for the host when shard groups have averaged them.
     narrow = [la for la in trained if la.reduce_dtype != la.dtype and plan.group_size < plan.world_size]
     leaving = sum(_shard(la) for la in narrow if plan.rest_of(la).gradients is Tier.HOST) * accelerator
-    last = replace(rest, gradient_slots=sum(collected) + leaving)  # parameters have gone
-    backward = replace(last, gradients=rest.gradients - missing, raw_gradients=raw, slots=sum(plan.slots))
+    first = min((u.index for u in plan.units if u.layouts and u.index != plan.root and not u.looks_up), default=0)
+    missing, raw, (slots, collected), there = max(
+        ((missing, raw, during[at], activations * (at >= first)) for at, missing, raw in _moments(plan, accelerator)),
+        key=lambda one: one[1] - one[0] + sum(one[2]) + one[3],
+    )
+    backward = replace(rest, gradients=rest.gradients - missing, raw_gradients=raw, activations=there)
+    backward = replace(backward, slots=slots, gradient_slots=collected + leaving)
     if optimizer.whole:  # whole gradients at their owner, and beside them what travels or what the optimizer makes
         sizes = [spec.numel * layout.dtype.itemsize for layout in stepped for spec in layout.parameters]
         step = whole + max(2 * min(whole, ROUND_NBYTES), optimizer.loop * max(sizes, default=0))
@@ -291,7 +297,7 @@ def expected_memory(
         sizes = [part.numel * layout.dtype.itemsize for layout in stepped for part in layout.slices(rank)]
         # The user's order is that of registration as a rule, and buckets are in the opposite one.
         step = optimizer.step_nbytes(sizes if placement.shards_parameters else sizes[::-1], accelerator)
-    return max(backward, last, replace(rest, temporaries=step), key=lambda memory: memory.total)
+    return max(backward, replace(rest, temporaries=step), key=lambda memory: memory.total)
 
 
 def expected_host_memory(
@@ -370,36 +376,34 @@ def _transport_nbytes(plan: Plan, layouts: Sequence[FlatLayout], receive_buffer:
     return kept + sum(largest.values())
 
 
-def _backward_nbytes(plan: Plan, accelerator: bool) -> tuple[int, int]:
-    """At the worst moment of a backward: bytes of shards that are still to come, and what autograd holds.
+def _moments(plan: Plan, accelerator: bool) -> Iterator[tuple[int, int, int]]:
+    """Moments of a backward: the index of a unit, or -1 at the end, and before the first one how many there are; bytes
+    of shards that are still to come; and what autograd holds.
 
     Of weights that are reached under several names; one that is used twice under one name cannot be told from one that
     is used once.
     """
     sharded, apart = plan.placement.shards_parameters, plan.collecting_apart()
     units = plan.units[::-1] if sharded else plan.units
-    layouts = [layout for unit in units for layout in unit.trainable_layouts]
+    layouts = [(unit.index, layout) for unit in units for layout in unit.trainable_layouts]
     # A shard of gradients that is not replicated is there from its reduction on, until gradients are cleared.
     passing = plan.placement.shards_gradients and plan.group_size > 1
-    shards = [_shard(la) * (passing and plan.rest_of(la).gradients is Tier.DEVICE) for la in layouts]
-    sizes = [
-        [_parts(spec, layout, unit.index in apart, accelerator) for spec in layout.parameters]
-        for unit in units
-        for layout in unit.trainable_layouts
-    ]
+    shards = [_shard(la) * (passing and plan.rest_of(la).gradients is Tier.DEVICE) for _, la in layouts]
+    sizes = [[_parts(spec, la, index in apart, accelerator) for spec in la.parameters] for index, la in layouts]
     missing, waiting = sum(shards), sum(kept for own in sizes for _, kept, _ in own)
+    yield from ((len(units), missing, 0), (-1, 0, 0))
     # Where nothing waits for further parts, the first one is made apart.
-    moments = [(missing, waiting + max((first for own in sizes for first, kept, _ in own if not kept), default=0))]
+    for (index, _), own in zip(layouts, sizes, strict=True):
+        yield index, missing, waiting + max((first for first, kept, _ in own if not kept), default=0)
     late = 0  # what is reduced in another dtype comes to its shard when the next bucket needs the memory
-    for position, (layout, shard, own) in enumerate(zip(layouts, shards, sizes, strict=True)):
-        moments += [(missing + late, waiting + max(more for _, _, more in own))]
+    for position, ((index, layout), shard, own) in enumerate(zip(layouts, shards, sizes, strict=True)):
+        yield index, missing + late, waiting + max(more for _, _, more in own)
         missing -= shard
         late = shard if layout.reduce_dtype != layout.dtype else 0
         waiting -= sum(kept for _, kept, _ in own)
         # The reduction begins while autograd still holds the last gradient of a bucket; not of the last bucket.
         if position + 1 < len(layouts):
-            moments += [(missing + late, waiting + own[0 if sharded else -1][0])]
-    return max(moments, key=lambda found: found[1] - found[0])
+            yield index, missing + late, waiting + own[0 if sharded else -1][0]
 
 
 def _parts(spec: ParameterSpec, layout: FlatLayout, apart: bool, accelerator: bool) -> tuple[int, int, int]:

@@ -33,7 +33,6 @@ from lightning_zero.extensions.planner.costs import (
     Memory,
     OptimizerCost,
     StageMemory,
-    expected_memory,
     owners_of,
     stage_memory,
 )
@@ -333,12 +332,8 @@ def _of_plans(plans: Mapping[str, Plan], receive_buffer: bool, **told: Any) -> M
     stages = {NONE: _without(first, cost, accelerator, told["activations"] or 0)}
     for name, plan in plans.items():
         rank = fullest_rank(plan, whole=cost.whole)
-        stage = stage_memory(plan, name, rank, cost, receive_buffer=receive_buffer, accelerator=accelerator)
-        if told["activations"]:  # which are gone when the optimizer steps
-            settings = {"optimizer": replace(cost, way="fused"), "accelerator": accelerator, "peak": True}
-            backward = expected_memory(plan, rank=rank, receive_buffer=receive_buffer, **settings)
-            backward = replace(backward, activations=told["activations"])
-            stage = replace(stage, peak=max(stage.peak, backward, key=lambda memory: memory.total))
+        settings = {"receive_buffer": receive_buffer, "accelerator": accelerator}
+        stage = stage_memory(plan, name, rank, cost, **settings, activations=told["activations"] or 0)
         stages[name] = replace(stage, traffic=plan.expected_traffic(micro_steps=told["micro_steps"]))
     layouts = first.trainable_layouts or first.layouts
     most = max(layouts, key=lambda layout: layout.parameter_numel, default=None)

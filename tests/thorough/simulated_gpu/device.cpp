@@ -39,6 +39,8 @@ static std::map<char*, size_t> pinned_;
 static thread_local int internal_ = 0;
 static int sync_mode_ = 0;  // 2: error
 static int64_t allocated_[8], peak_[8];
+static bool noting_ = false;
+static std::vector<int64_t> changes_;  // of memory, while it is noted: bytes (negative: given back), address, stream
 struct Internal {
   Internal() { ++internal_; }
   ~Internal() { --internal_; }
@@ -95,6 +97,7 @@ struct Alloc final : c10::Allocator {
       std::lock_guard<std::mutex> g(lock_);
       allocated_[d] += r;
       peak_[d] = std::max(peak_[d], allocated_[d]);
+      if (noting_) changes_.insert(changes_.end(), {(int64_t)r, (int64_t)raw, current_stream_[d]});
     }
     return {raw + sizeof(Head), raw, &drop, c10::Device(c10::kCUDA, d)};
   }
@@ -104,6 +107,7 @@ struct Alloc final : c10::Allocator {
     {
       std::lock_guard<std::mutex> g(lock_);
       allocated_[h->dev] -= h->n;
+      if (noting_) changes_.insert(changes_.end(), {-(int64_t)h->n, (int64_t)raw, 0});
     }
     memset((char*)raw + sizeof(Head), 0xFF, std::min<size_t>(h->n, 1 << 16));
     free(raw);
@@ -456,6 +460,9 @@ int64_t gpu_pending(uint64_t n) {
 }
 int64_t gpu_allocated(int d) { return allocated_[d]; }
 int64_t gpu_peak(int d) { return peak_[d]; }
+void gpu_note(int on) { noting_ = on; }
+int64_t gpu_changes() { return changes_.size(); }
+int64_t gpu_change(int64_t i) { return changes_[i]; }
 void gpu_reset_peak(int d) { peak_[d] = allocated_[d]; }
 void gpu_sync_mode(int m) { sync_mode_ = m; }
 int gpu_register(char* p, size_t n) {
