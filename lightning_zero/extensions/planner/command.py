@@ -85,7 +85,7 @@ class Planner:
         self.memory = memory_of(config, self.settings["world_size"])
         self.speeds = [parsed(config, f"link_{name}", parse_speed) for name in ("between", "within")]
         if self.speeds[0] and config.trainer.num_nodes == 1:
-            raise ValueError("--link-between is between machines, and there is one: give --trainer.num_nodes.")
+            raise ValueError("--link-between is between nodes, and there is one: give --trainer.num_nodes.")
         self.model = self._module()
         found_optimizer = self._optimizer()
         if self.model is not None:

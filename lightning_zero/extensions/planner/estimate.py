@@ -188,7 +188,7 @@ class MemoryEstimate:
             held = readable_size(self.host_nbytes(fits[0], activations_nbytes=activations_nbytes))
             has = "how much there is was not said" if host_nbytes is None else f"there are {readable_size(host_nbytes)}"
             takes = "takes" if self._ranks.startswith("1 ") else "take"
-            reason += f" Its {self._ranks} {takes} {held} of host memory on each machine; {has}."
+            reason += f" Its {self._ranks} {takes} {held} of host memory on each node; {has}."
         before = list(problems.values())[: list(problems).index(fits[0])]
         reason += f" Less would not do: {'; '.join(before)}." if before else " There is no need to split anything."
         return Recommendation(name=fits[0], reason=reason, fits=fits)
@@ -203,7 +203,7 @@ class MemoryEstimate:
             missing.append(f"{readable_size(peak)} on the device, which leaves nothing for activations")
         if host_nbytes is not None and held > host_nbytes:
             there = readable_size(host_nbytes)
-            missing.append(f"{readable_size(held)} of host memory for {self._ranks} of a machine, which has {there}")
+            missing.append(f"{readable_size(held)} of host memory for {self._ranks} of a node, which has {there}")
         return f"{name} needs {' and '.join(missing)}" if missing else ""
 
     @property
@@ -219,18 +219,18 @@ class MemoryEstimate:
         """
         stages, at_peak = self.shown(offload)
         columns = [self._rows(stage, at_peak) for stage in stages.values()]
-        rows = [("bytes of one process", *stages)]
+        rows = [("bytes of one rank", *stages)]
         for word in columns[0]:
             sizes = [column[word] for column in columns]
             if any(sizes) or word.startswith("at "):
                 rows.append((word, *(readable_size(size) if size else "-" for size in sizes)))
-        processes = "1 process" if self.world_size == 1 else f"{self.world_size:,} processes"
-        processes += f", {self.micro_steps} micro-steps in a step" if self.micro_steps > 1 else ""
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size:,} ranks"
+        ranks += f", {self.micro_steps} micro-steps in a step" if self.micro_steps > 1 else ""
         shards = (
             f"shard groups of {self.shard_within}" if self.shard_within else "secondary shards" * bool(self.keeping)
         )
-        processes += "".join(f", {said}" for said in (shards, self.compression) if said)
-        lines = [f"{self.numel:,} parameters, {self.optimizer.name}, {self.precision}, {processes}", "", *table(rows)]
+        ranks += "".join(f", {said}" for said in (shards, self.compression) if said)
+        lines = [f"{self.numel:,} parameters, {self.optimizer.name}, {self.precision}, {ranks}", "", *table(rows)]
         more = "From a number of parameters: slots and buckets, which depend on the model's parts, come on top."
         return "\n".join(lines if self.counted else [*lines, "", more])
 
@@ -252,10 +252,10 @@ class MemoryEstimate:
             **{f"- {word} not there then": max(0, rest[name] - peak[name]) for name, word in words.items()},
             at_peak: stage.peak.total,
             "host memory": stage.host.total,
-            f"host memory of a machine, {self._ranks}": self.host_nbytes(stage.name),
+            f"host memory of a node, {self._ranks}": self.host_nbytes(stage.name),
             "files": stage.disk.total,
             "sent in a step": leaving * self.hosts // self.world_size + within,
-            "leaves a host in a step": leaving,
+            "leaves a node in a step": leaving,
         }
 
 

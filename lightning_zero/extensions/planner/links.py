@@ -71,7 +71,7 @@ def fastest_way(ways: Sequence[Way], *, rounded: bool = False) -> Way | None:
 
 def describe_ways(ways: Sequence[Way]) -> str:
     """A table for people, and which way is the fastest."""
-    rows: list[Sequence[str]] = [("a step on the links", "leaves a host", "in", "sent within", "in", "at peak", "fits")]
+    rows: list[Sequence[str]] = [("a step on the links", "leaves a node", "in", "sent within", "in", "at peak", "fits")]
     for way in ways:
         links = ((way.between_nbytes, way.between_seconds), (way.within_nbytes, way.within_seconds))
         cells = [text for nbytes, time in links for text in (readable_size(nbytes), f"{time:,.3f} s" if time else "-")]
@@ -89,10 +89,10 @@ def describe_ways(ways: Sequence[Way]) -> str:
 
 
 def _costs(way: Way) -> str:
-    links = {"between hosts": way.between_seconds, "within": way.within_seconds}
+    links = {"between nodes": way.between_seconds, "within": way.within_seconds}
     seconds = " and ".join(f"{time:,.3f} s {link}" for link, time in links.items() if time)
     text = f"{seconds or '0 s'} in a step, {readable_size(way.peak_nbytes)} at peak"
-    return text + f" and {readable_size(way.host_nbytes)} of a host" * bool(way.host_nbytes)
+    return text + f" and {readable_size(way.host_nbytes)} of a node" * bool(way.host_nbytes)
 
 
 def parse_speed(text: str) -> float:

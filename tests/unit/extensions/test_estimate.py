@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -93,10 +94,10 @@ def test_what_leaves_a_host_does_not_grow_with_its_ranks() -> None:
     for name, copies in (("zero1", 2), ("zero2", 2), ("zero3", 3)):
         assert [estimate.leaving_nbytes(name) for estimate in (one, two, four)] == [copies * 4 * 10**6 // 2] * 3
     assert [estimate.leaving_nbytes("none") for estimate in (one, two, four)] == [4 * 10**6, 6 * 10**6, 7 * 10**6]
-    assert "leaves a host in a step" in two.describe()
+    assert "leaves a node in a step" in two.describe()
     alone = estimate_memory(1e6, world_size=4)
     assert alone.leaving_nbytes("zero3") == 0
-    assert "leaves a host" not in alone.describe()
+    assert "leaves a node" not in alone.describe()
     for hosts in (0, 3):
         with pytest.raises(ValueError, match=f"divides the 4 ranks, got {hosts}"):
             estimate_memory(1e6, world_size=4, hosts=hosts)
@@ -213,13 +214,13 @@ def test_host_memory_is_that_of_a_machine_for_all_its_ranks() -> None:
     assert estimate.host_nbytes("zero3_offload") == 18 * 7_500_000_000 // 8
     assert estimate.host_nbytes("zero3") == 0
     table = estimate.describe(offload=True)
-    row = next(line for line in table.splitlines() if line.startswith("host memory of a machine, 8 ranks"))
+    row = next(line for line in table.splitlines() if line.startswith("host memory of a node, 8 ranks"))
     assert row.endswith(" 15 GB        16.9 GB")
     assert "host memory" not in estimate.describe()
     assert estimate.recommend(GB, host_nbytes=17 * GB, activations_nbytes=0).name == "zero3_offload"
     advice = estimate.recommend(GB, host_nbytes=16 * GB, activations_nbytes=0)
     assert (advice.name, advice.fits) == (None, ())
-    needs = "zero3_offload needs 16.9 GB of host memory for 8 ranks of a machine, which has 16 GB"
+    needs = "zero3_offload needs 16.9 GB of host memory for 8 ranks of a node, which has 16 GB"
     assert f"zero2_offload needs 15 GB on the device; {needs}." in advice.reason
 
 
@@ -251,10 +252,10 @@ def test_sizes_of_memory_are_not_negative(estimate: MemoryEstimate) -> None:
 
 def test_the_table_has_a_column_for_each_stage(estimate: MemoryEstimate) -> None:
     lines = estimate.describe().splitlines()
-    assert lines[0] == "7,500,000,000 parameters, AdamW, 16-mixed with gradients in float16, 64 processes"
+    assert lines[0] == "7,500,000,000 parameters, AdamW, 16-mixed with gradients in float16, 64 ranks"
     assert lines[2].split()[-4:] == ["none", "zero1", "zero2", "zero3"]
     rest = next(line for line in lines if line.startswith("at rest"))
-    assert rest.split("  ")[-4:] == ["120 GB", "31.4 GB", "16.6 GB", "1.88 GB"]
+    assert re.split(" {2,}", rest)[-4:] == ["120 GB", "31.4 GB", "16.6 GB", "1.88 GB"]
     assert "slots and buckets" in lines[-1]
     assert "zero3_offload" in estimate.describe(offload=True)
 

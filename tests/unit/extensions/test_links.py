@@ -1,4 +1,4 @@
-"""What a step sends between hosts and within them, by formulas written out and as it was measured, and its seconds."""
+"""What a step sends between nodes and within them, by formulas written out and as it was measured, and its seconds."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_secondary_shards_of_a_number_of_parameters(half: bool) -> None:
         assert kept.host_nbytes(name) == plain.host_nbytes(name) + weight * 8 * P
     assert kept.stages["zero2"] == plain.stages["zero2"]
     precision = "bf16-mixed" if half else "32-true"
-    shown = f"8,000,000 parameters, AdamW, {precision}, 8 processes, 3 micro-steps in a step, secondary shards\n"
+    shown = f"8,000,000 parameters, AdamW, {precision}, 8 ranks, 3 micro-steps in a step, secondary shards\n"
     assert shown in kept.describe()
     sent = kept.leaving_nbytes("zero3") // 4 + kept.within_nbytes("zero3")
     row = next(line for line in kept.describe().splitlines() if line.startswith("sent in a step"))
@@ -299,7 +299,7 @@ def test_the_fastest_of_what_fits() -> None:
     assert fastest_way(tight).between_seconds == 4.0
     assert str(fastest_way(tight, rounded=True)) == "zero2 in int4"  # gradients four times, in 0.5625 bytes
     text = describe_ways(tight)
-    assert 'Fastest by the links: zero3 with shard_within="node", 4.000 s between hosts and ' in text
+    assert 'Fastest by the links: zero3 with shard_within="node", 4.000 s between nodes and ' in text
     assert "8 MB at peak" in text
     assert "takes least memory" in text
     assert "With Compression, which rounds: zero2 in int4, " in text

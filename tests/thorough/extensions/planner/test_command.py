@@ -54,7 +54,7 @@ def test_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
     printed = capsys.readouterr().out
     assert "blocks" in printed
-    assert "bytes of one process" in printed
+    assert "bytes of one rank" in printed
     assert printed == plan_cli(*SMALL, "--world-size=4").describe() + "\n"
 
 
@@ -62,9 +62,9 @@ def test_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_plan_says_what_leaves_a_machine(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*([model] if isinstance(model, str) else model), "--trainer.devices=4", "--trainer.strategy=zero2"]
     main(["plan", *arguments, "--trainer.num_nodes=3"])
-    assert "leaves a host in a step" in capsys.readouterr().out
+    assert "leaves a node in a step" in capsys.readouterr().out
     main(["plan", *arguments, "--trainer.num_nodes=1"])
-    assert "leaves a host" not in capsys.readouterr().out
+    assert "leaves a node" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_a_number_of_parameters_is_enough(capsys: pytest.CaptureFixture[str]) ->
     main(["plan", "--parameters=7.5B", "--world-size=64", "--trainer.precision=16-mixed", *known])
 
     printed = capsys.readouterr().out
-    assert printed.startswith("7,500,000,000 parameters, AdamW, 16-mixed, 64 processes\n")
+    assert printed.startswith("7,500,000,000 parameters, AdamW, 16-mixed, 64 ranks\n")
     assert "Recommended: zero2. zero2 needs " in printed
     assert "none needs 150 GB on the device; zero1 needs 46.9 GB on the device" in printed
 
@@ -408,17 +408,17 @@ def of_70b(*arguments: str) -> str:
 def test_host_memory_of_a_machine_is_shown_and_respected() -> None:
     """18 bytes for each of 70 billion parameters, wherever they are."""
     table, _, advice = of_70b("--world-size=8", "--device-memory=80GB").partition("Recommended: ")
-    assert re.search(r"^host memory of a machine, 8 ranks .* 1\.26 TB$", table, re.MULTILINE)
+    assert re.search(r"^host memory of a node, 8 ranks .* 1\.26 TB$", table, re.MULTILINE)
     assert advice.startswith("zero3_offload. ")
-    assert "Its 8 ranks take 1.26 TB of host memory on each machine; how much there is was not said." in advice
+    assert "Its 8 ranks take 1.26 TB of host memory on each node; how much there is was not said." in advice
     four = ["--trainer.devices=8", "--trainer.num_nodes=4", "--device-memory=40GB"]
-    assert "Its 8 ranks take 315 GB of host memory on each machine; there are 512 GB." in of_70b(
+    assert "Its 8 ranks take 315 GB of host memory on each node; there are 512 GB." in of_70b(
         *four, "--host-memory=512GB"
     )
     short = of_70b(*four, "--host-memory=256GB")
     assert "Recommended: nothing." in short
     assert "zero3 needs 43.8 GB on the device" in short
-    assert "zero3_offload needs 315 GB of host memory for 8 ranks of a machine, which has 256 GB" in short
+    assert "zero3_offload needs 315 GB of host memory for 8 ranks of a node, which has 256 GB" in short
 
 
 def test_ranks_on_cpus_share_the_memory_of_a_machine() -> None:
@@ -451,12 +451,12 @@ def test_the_configured_exchange_between_machines_is_counted(strategy: list[str]
     """Bytes of a parameter, of which 10^9: 4 of weights and 4 of gradients, half of which leaves either machine."""
     cli = plan_cli(*TWO_BY_TWO, f"--trainer.strategy={strategy[0]}", *strategy[1:])
     printed = cli.describe()
-    assert f"1,000,000,000 parameters, AdamW, 32-true, 4 processes{said}" in printed
+    assert f"1,000,000,000 parameters, AdamW, 32-true, 4 ranks{said}" in printed
     stage = strategy[0] if strategy[0] in ("zero1", "zero3") else "zero2"
     rows = {row[0]: row[1:] for row in (re.split("  +", line) for line in printed.splitlines())}
-    cells = dict(zip(rows["bytes of one process"], rows["leaves a host in a step"], strict=True))
+    cells = dict(zip(rows["bytes of one rank"], rows["leaves a node in a step"], strict=True))
     assert cells[stage] == f"{leaving:.2f} GB".replace(".00", "")
-    kept = dict(zip(rows["bytes of one process"], rows.get("weights to compute with", ()), strict=False))
+    kept = dict(zip(rows["bytes of one rank"], rows.get("weights to compute with", ()), strict=False))
     assert kept.get("zero3") == ("2 GB" if "secondary" in said else None)
 
 
@@ -632,7 +632,7 @@ LINKS = ["--link-between=100Gbit/s", "--link-within=300GB/s"]
 def test_seconds_on_links_are_shown_for_each_way() -> None:
     """In zero1 rings carry 4 + 2 bytes of a parameter once; with shards of a machine 8 * 3 / 4 bytes leave it."""
     printed = of_70b(*FOUR_MACHINES, *LINKS, "--device-memory=192GB")
-    assert ", bf16-mixed, 32 processes, 4 micro-steps in a step\n" in printed
+    assert ", bf16-mixed, 32 ranks, 4 micro-steps in a step\n" in printed
     rows = {row[0]: row[1:] for row in (re.split("  +", line) for line in printed.splitlines()) if len(row) == 7}
     leaving = 6 * 70e9 * 31 / 32
     assert rows["zero1"][1] == f"{leaving / 12.5e9:.3f} s"
@@ -642,8 +642,8 @@ def test_seconds_on_links_are_shown_for_each_way() -> None:
     assert rows['zero2 with shard_within="node"'][5] == "no"
     # (4 * 4 + 2) bytes in zero2, (4 + 2 * 2) * 4 in zero3.
     assert rows["zero2"][:2] == ["1.22 TB", f"{18 * 70e9 * 31 / 32 / 12.5e9:.3f} s"]
-    assert 'Fastest by the links: zero3 with shard_within="node", 33.600 s between hosts and ' in printed
-    assert "zero3 takes least memory: 173.600 s between hosts" in printed
+    assert 'Fastest by the links: zero3 with shard_within="node", 33.600 s between nodes and ' in printed
+    assert "zero3 takes least memory: 173.600 s between nodes" in printed
     assert "what overlaps with computation is not subtracted" in printed
     # In two hops: 4 * 4 bytes of gradients, and 2 of weights, which are kept.
     assert rows["zero3 with secondary_shards"][0] == f"{18 * 70 * 3 // 4} GB"
