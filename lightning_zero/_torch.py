@@ -189,6 +189,15 @@ users_of: Callable[[int], int] = torch._C._storage_Use_Count
 """How many tensors hold the memory of a ``storage_key``, which has to be there, and one more."""
 
 
+def _references() -> int:
+    alone = torch.empty(0)
+    return sys.getrefcount(alone)
+
+
+REFERENCES = _references()
+"""What ``sys.getrefcount`` says of a tensor that one local variable has."""
+
+
 def held_in_python(memory: Tensor) -> list[Tensor]:
     """The tensors in the memory of this one, other than itself, that something in Python has.
 
@@ -322,11 +331,7 @@ def is_compiled_module(module: torch.nn.Module) -> bool:
 
 def take_gradient(parameter: Tensor) -> Tensor | None:
     """A parameter's gradient, which it no longer has then; unseen by torch function modes."""
-    if not watched():
-        gradient = _get_gradient(parameter)
-        _set_gradient(parameter, None)
-        return gradient
-    with torch._C.DisableTorchFunction():
+    with torch._C.DisableTorchFunction() if watched() else nullcontext():
         gradient = _get_gradient(parameter)
         _set_gradient(parameter, None)
     return gradient

@@ -17,6 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_zero._torch import (
+    REFERENCES,
     compiler_of_frames,
     disable_dynamo,
     forward_hooks,
@@ -27,8 +28,10 @@ from lightning_zero._torch import (
     no_subclasses,
     opaque_to_dynamo,
     sequence_number,
+    storage_key,
     take_gradient,
     tree_leaves,
+    users_of,
     watched,
 )
 from lightning_zero.engine.events import Span
@@ -182,9 +185,7 @@ def _around(name: str) -> list[str]:
 
 
 def _collector(bucket: GradientBucket, position: int, engine: Any) -> Callable[[Tensor], None]:
-    """What autograd calls with a parameter whose gradient is finished.
-
-    Nearly all only have to be copied into a buffer: this is the whole way of theirs."""
+    """What autograd calls with a parameter whose gradient is finished: nearly all only have to be copied, here."""
     # Weak: Python's collector does not see through this kind of hook, so what it held would never be freed.
     weak_engine, weak_bucket = ref(engine), ref(bucket)
 
@@ -197,21 +198,21 @@ def _collector(bucket: GradientBucket, position: int, engine: Any) -> Callable[[
         if (now.plain or first) and position not in now.arrived and not torch.is_grad_enabled() and not watched():
             gradient = get_gradient(parameter)  # past what user code sees
             if gradient is not None and gradient.layout is torch.strided:
-                if first:  # it may show another dtype than it computed in, which takes no such gradient back
-                    taken = gradient
-                    set_gradient(parameter, None)
-                    room = engine.room_for(bucket)
+                set_gradient(parameter, None)  # its dtype may be another now, which takes no such gradient back
+                # What others hold too they may write to before it is copied.
+                key = storage_key(gradient) if bucket.together and sys.getrefcount(gradient) <= REFERENCES else 0
+                room = engine.room_for(bucket) if first else room
                 if now.plain and room:
-                    if bucket.together:
+                    if key and users_of(key) <= 2:
                         now.waiting[position] = gradient
                     else:
                         room.views[position].copy_(gradient)
-                    set_gradient(parameter, None)
                     now.arrived.add(position)
                     now.dirty = True
                     if len(now.arrived) == len(room.views):
                         engine.bucket_filled(bucket)
                     return
+                taken = gradient
         engine.gradient_arrived(bucket, position, take_gradient(parameter) if taken is None else taken)
 
     return arrived

@@ -10,7 +10,7 @@ backward.
 
 [Note: copy mode]
 Autograd hands each gradient over in a fresh tensor; the hook copies it into its place in the full buffer and drops it.
-Those of a small bucket wait for one another, and one call copies them: on a device that is one kernel.
+Those of a small bucket that nobody else holds wait for one another, and one call copies them: one kernel, on devices.
 Preset ``.grad`` views would save nothing (they cost a zero pass and a read-modify-write) and lose the first gradients
 whenever a parameter's gradient arrives before its unit was seen.
 
@@ -256,8 +256,7 @@ class GradientBucket:
         if not now.dirty:
             self._make_way()
         with untracked():
-            if now.waiting:
-                self._copy_waiting(self.room.views)
+            self._copy_waiting(self.room.views)
             if gradient.layout is not torch.strided:
                 gradient = gradient.to_dense()
             view = self.room.views[position]
@@ -325,8 +324,7 @@ class GradientBucket:
         full, views, empty = self.room
         now.launched, now.dirty, now.plain = True, False, False
         with untracked():
-            if now.waiting:
-                self._copy_waiting(views)
+            self._copy_waiting(views)
             if len(now.arrived) < len(views):
                 missing = [i for i in range(len(views)) if i not in now.arrived and not self.still_local(i)]
                 empty = [*(views[position] for position in missing), *empty]
@@ -416,9 +414,8 @@ class GradientBucket:
         now, parts = self.round, self.shard.parts()
         if self.room is None:
             return
-        if now.waiting:
-            with untracked():
-                self._copy_waiting(self.room.views)
+        with untracked():
+            self._copy_waiting(self.room.views)
         new = now.arrived - now.kept
         if not self.in_place:
             own = self._collectives.own_range(self.room.flat)
@@ -446,9 +443,9 @@ class GradientBucket:
 
     def _copy_waiting(self, views: list[Tensor]) -> None:
         """Copy gradients that wait to their places."""
-        waiting = self.round.waiting
-        foreach_copy(list(map(views.__getitem__, waiting)), list(waiting.values()))
-        waiting.clear()
+        if waiting := self.round.waiting:
+            foreach_copy(list(map(views.__getitem__, waiting)), list(waiting.values()))
+            waiting.clear()
 
     def _look(self) -> bool:
         """Note what is kept, and return whether anything is: see [Note: averages that stay]."""

@@ -252,9 +252,8 @@ def undisturbed(trainer: Any, hooks: Iterable[str]) -> bool:
     """Whether neither the module nor a callback of a Trainer does anything in these hooks."""
     for part in (trainer.lightning_module, *trainer.callbacks):
         base = Callback if isinstance(part, Callback) else LightningModule
-        for hook in hooks:
-            if getattr(getattr(part, hook, None), "__func__", None) is not getattr(base, hook, None):
-                return False
+        if any(getattr(getattr(part, at, None), "__func__", None) is not getattr(base, at, None) for at in hooks):
+            return False
     return True
 
 

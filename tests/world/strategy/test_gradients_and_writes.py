@@ -61,6 +61,32 @@ def gradients_that_arrive_twice_in_a_backward_are_added() -> Row:
     assert_same((yield compared(play)))
 
 
+class ClearsWhatItKept(Net):
+    """Hooks keep a gradient, or another tensor in its memory, and write to it when the next one is there."""
+
+    def __init__(self, accumulated: bool) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        for parameter in self.parameters():
+            if accumulated:
+                parameter.register_post_accumulate_grad_hook(lambda parameter: self.keep(parameter.grad))  # type: ignore[arg-type]
+            else:
+                parameter.register_hook(lambda gradient: self.keep(gradient.view(-1)))
+
+    def keep(self, gradient: Tensor) -> None:
+        for kept in self.kept:
+            kept.zero_()
+        self.kept = [gradient]
+
+
+def a_write_to_a_gradient_that_has_been_handed_over_is_none_to_the_average(accumulated: bool) -> Row:
+    def play(strategy: Strategy) -> dict[str, Any]:
+        module = ClearsWhatItKept(accumulated)
+        return made(module, fit(strategy, module, count=2))
+
+    assert_same((yield compared(play)))
+
+
 class UsesAWeightAheadOfItsBlock(Net):
     """One rank alone: there, a gradient comes when the block's others have been averaged."""
 
@@ -153,6 +179,7 @@ def test_what_user_code_does_to_gradients_weights_and_steps() -> None:
         2,
         a_hook_that_asks_for_the_sum_of_backwards_inside_of_one_is_told(),
         gradients_that_arrive_twice_in_a_backward_are_added(),
+        *map(a_write_to_a_gradient_that_has_been_handed_over_is_none_to_the_average, (False, True)),
         *map(a_late_gradient_is_added_to_those_of_all_ranks, (0, 1)),
         a_write_to_whole_parameters_is_kept_by_whole_matrix_optimizers(),
         a_step_that_calls_that_of_its_base_is_one(),
