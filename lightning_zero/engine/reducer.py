@@ -52,7 +52,7 @@ __all__ = ["GradientBucket", "GradientReducer", "put_gradient", "report_width"]
 
 
 _FEW = 64  # elements
-_TOGETHER_NBYTES = 2**26  # above that a copy takes longer than a call, and gradients that wait take memory
+_TOGETHER_NBYTES = 2**18  # gradients that wait take memory, and to copy more takes longer than a call
 _BITS = 62
 _NOTHING = nullcontext()
 

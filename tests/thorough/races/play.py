@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_zero import NvmeOffload, ZeroPrecision, ZeroStrategy
+from lightning_zero.engine import pool
+from lightning_zero.plan import plan as plans
 from tests.helpers.training import make_trainer, quiet
 from tests.thorough.races.simulated import simulated_device
 from tests.thorough.races.trace import Item
@@ -53,7 +56,8 @@ class Setting:
     ``twist``: what the module does that is not usual. ``look``: it computes once more between backward and step, and
     steps twice more after the batch. ``skip``: every second time without the first block. ``aside``: it keeps an output
     that has no backward. ``keep``: blocks keep a weight, in its memory. ``hidden``: it goes on with what the last block
-    did not return, so that no hook sees its backward. ``files``: what is offloaded rests in files.
+    did not return, so that no hook sees its backward. ``files``: what is offloaded rests in files. ``passes``: what a
+    pool does with large buffers it does with these.
     """
 
     stage: Literal[1, 2, 3]
@@ -64,6 +68,7 @@ class Setting:
     twist: Literal["", "look", "skip", "aside", "keep", "hidden"] = ""
     files: bool = False
     quick: bool = False
+    passes: bool = False
     strategy: dict[str, Any] = field(default_factory=dict)
 
 
@@ -138,7 +143,11 @@ def play(setting: Setting, folder: str) -> Played:
     traced = dist.get_rank() == 0 or setting.files or bool({"offload", "activations"} & setting.strategy.keys())
     with quiet(), simulated_device(setting.quick, traced) as recorder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "A tensor that shares memory with")  # twist "keep"
-        _train(setting, folder)
+        with pytest.MonkeyPatch.context() as patch:
+            if setting.passes:
+                patch.setattr(plans, "PASSING_NBYTES", 1)
+                patch.setattr(pool, "IDLE_NBYTES", 1)
+            _train(setting, folder)
     return Played(recorder.trace, recorder.mixed)
 
 

@@ -63,6 +63,10 @@ SETTINGS = {
     "stage 3, saved on host": Setting(stage=3, strategy=SAVED),
     "stage 3, saved on host, quick": Setting(stage=3, quick=True, strategy=SAVED),
     "stage 3, saved on host, aside": Setting(stage=3, twist="aside", strategy=SAVED),
+    "stage 2, passing": Setting(stage=2, accumulate=2, passes=True),
+    "stage 3, passing": Setting(stage=3, accumulate=2, passes=True),
+    "stage 3, passing, mixed, looking": Setting(stage=3, precision=MIXED, twist="look", passes=True),
+    "stage 3, passing, host": Setting(stage=3, precision=MIXED, strategy=HOST, passes=True),
     "stage 2, files": Setting(stage=2, files=True),
     "stage 3, files": Setting(stage=3, files=True),
     "stage 3, files, mixed": Setting(stage=3, precision=MIXED, files=True),
@@ -126,6 +130,8 @@ SPARE = {
     _ARRIVES + "comm/native.py average_across": _IN_ORDER,
     "wait in comm/native.py average_across: with self.streams.reducing():": "where gradients are not reduced in the "
     "dtype of their sums, memory for these was taken since then, on the stream that computes",
+    "wait in engine/pool.py _leave: self._streams.hand_back(buffer.home, buffer.free)": "the stream that takes memory "
+    "has waited for all that was done with a buffer, unless user code computes on several",
     _ARRIVES + "comm/native.py reduce": _IN_ORDER,
     _ARRIVES + "comm/native.py gather": _IN_ORDER,
 }
