@@ -189,15 +189,6 @@ users_of: Callable[[int], int] = torch._C._storage_Use_Count
 """How many tensors hold the memory of a ``storage_key``, which has to be there, and one more."""
 
 
-def _references() -> int:
-    alone = torch.empty(0)
-    return sys.getrefcount(alone)
-
-
-REFERENCES = _references()
-"""What ``sys.getrefcount`` says of a tensor that one local variable has."""
-
-
 def held_in_python(memory: Tensor) -> list[Tensor]:
     """The tensors in the memory of this one, other than itself, that something in Python has.
 

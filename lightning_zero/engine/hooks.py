@@ -17,7 +17,6 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_zero._torch import (
-    REFERENCES,
     compiler_of_frames,
     disable_dynamo,
     forward_hooks,
@@ -28,10 +27,8 @@ from lightning_zero._torch import (
     no_subclasses,
     opaque_to_dynamo,
     sequence_number,
-    storage_key,
     take_gradient,
     tree_leaves,
-    users_of,
     watched,
 )
 from lightning_zero.engine.events import Span
@@ -199,14 +196,9 @@ def _collector(bucket: GradientBucket, position: int, engine: Any) -> Callable[[
             gradient = get_gradient(parameter)  # past what user code sees
             if gradient is not None and gradient.layout is torch.strided:
                 set_gradient(parameter, None)  # its dtype may be another now, which takes no such gradient back
-                # What others hold too they may write to before it is copied.
-                key = storage_key(gradient) if bucket.together and sys.getrefcount(gradient) <= REFERENCES else 0
                 room = engine.room_for(bucket) if first else room
                 if now.plain and room:
-                    if key and users_of(key) <= 2:
-                        now.waiting[position] = gradient
-                    else:
-                        room.views[position].copy_(gradient)
+                    room.views[position].copy_(gradient)
                     now.arrived.add(position)
                     now.dirty = True
                     if len(now.arrived) == len(room.views):

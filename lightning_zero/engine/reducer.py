@@ -10,7 +10,6 @@ backward.
 
 [Note: copy mode]
 Autograd hands each gradient over in a fresh tensor; the hook copies it into its place in the full buffer and drops it.
-Those of a small bucket that nobody else holds wait for one another, and one call copies them: one kernel, on devices.
 Preset ``.grad`` views would save nothing (they cost a zero pass and a read-modify-write) and lose the first gradients
 whenever a parameter's gradient arrives before its unit was seen.
 
@@ -38,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from lightning_zero._torch import WeakStorage, bytes_of, foreach_copy, foreach_zero, untracked
+from lightning_zero._torch import WeakStorage, bytes_of, foreach_zero, untracked
 from lightning_zero.comm import PATIENCE_SECONDS, Collectives, Pending
 from lightning_zero.engine.agreement import Means
 from lightning_zero.engine.events import Phase
@@ -52,7 +51,6 @@ __all__ = ["GradientBucket", "GradientReducer", "put_gradient", "report_width"]
 
 
 _FEW = 64  # elements
-_TOGETHER_NBYTES = 2**18  # gradients that wait take memory, and to copy more takes longer than a call
 _BITS = 62
 _NOTHING = nullcontext()
 
@@ -149,7 +147,6 @@ class Round:
     launched: bool = False  # a reduction was started in the running backward
     dirty: bool = False  # gradients arrived that no reduction has taken yet
     plain: bool = False  # gradients only have to be copied: nothing is added to anything
-    waiting: dict[int, Tensor] = field(default_factory=dict)  # of those that arrived: what is still to be copied
     held: dict[int, TensorWeakRef] = field(default_factory=dict)  # what autograd keeps of those whose parts still come
     pending: Pending | None = None  # the reduction under way
     direct: bool = False  # what it ends with is in the shard
@@ -197,8 +194,6 @@ class GradientBucket:
         self._lasting = None if resident is None else FlatBuffer.of(resident, flat.layout)
         self.room = self._lasting
         """Where gradients are collected, of the reduce dtype."""
-        self.together = self.nbytes <= _TOGETHER_NBYTES and not flat.layout.reduce_dtype.is_complex
-        """Whether gradients wait for one another, to be copied by one call."""
         self.grouped = False
         """Whether the averages in the shard are those of one shard group of several."""
         self.round = Round()
@@ -256,7 +251,6 @@ class GradientBucket:
         if not now.dirty:
             self._make_way()
         with untracked():
-            self._copy_waiting(self.room.views)
             if gradient.layout is not torch.strided:
                 gradient = gradient.to_dense()
             view = self.room.views[position]
@@ -324,7 +318,6 @@ class GradientBucket:
         full, views, empty = self.room
         now.launched, now.dirty, now.plain = True, False, False
         with untracked():
-            self._copy_waiting(views)
             if len(now.arrived) < len(views):
                 missing = [i for i in range(len(views)) if i not in now.arrived and not self.still_local(i)]
                 empty = [*(views[position] for position in missing), *empty]
@@ -414,8 +407,6 @@ class GradientBucket:
         now, parts = self.round, self.shard.parts()
         if self.room is None:
             return
-        with untracked():
-            self._copy_waiting(self.room.views)
         new = now.arrived - now.kept
         if not self.in_place:
             own = self._collectives.own_range(self.room.flat)
@@ -440,12 +431,6 @@ class GradientBucket:
     def _show(self, position: int, part: Tensor) -> None:
         self._targets[position].grad = part
         self.shard.numbers[position] += 1
-
-    def _copy_waiting(self, views: list[Tensor]) -> None:
-        """Copy gradients that wait to their places."""
-        if waiting := self.round.waiting:
-            foreach_copy(list(map(views.__getitem__, waiting)), list(waiting.values()))
-            waiting.clear()
 
     def _look(self) -> bool:
         """Note what is kept, and return whether anything is: see [Note: averages that stay]."""

@@ -24,7 +24,7 @@ from tests.helpers.world import run_world
 
 PACKAGE = str(Path(lightning_zero.__file__).parent)
 WIRES = ("comm/", "extensions/")  # call as often as they have to wait
-MEASURED = 3  # the step that is counted: by then orders are recorded
+MEASURED = range(3, 9)  # the steps that are counted: by then orders are recorded; the one in which least was awaited
 
 
 class Block(nn.Module):
@@ -40,13 +40,14 @@ class Net(pl.LightningModule):
     def __init__(self, units: int) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*(Block() for _ in range(units)))
-        self.calls: Counter[str] = Counter()
+        self.calls, self.counted = Counter[str](), Counter[str]()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.blocks(torch.ones(2, 16)).square().mean()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == MEASURED:
+        if batch_idx in MEASURED:
+            self.counted = Counter[str]()
             gc.collect()  # what an engine before this one leaves calls back when it is collected, whenever that is
             gc.disable()
             sys.setprofile(self._note)
@@ -54,11 +55,13 @@ class Net(pl.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         sys.setprofile(None)
         gc.enable()
+        if batch_idx in MEASURED and (not self.calls or self.counted.total() < self.calls.total()):
+            self.calls = self.counted
 
     def _note(self, frame: Any, event: str, _: Any) -> None:
         place = frame.f_code.co_filename[len(PACKAGE) + 1 :]
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE) and not place.startswith(WIRES):
-            self.calls[f"{place}: {frame.f_code.co_name}"] += 1
+            self.counted[f"{place}: {frame.f_code.co_name}"] += 1
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters())
@@ -68,18 +71,18 @@ def calls(stage: Any, units: int) -> Counter[str]:
     net = Net(units)
     with quiet():
         trainer = make_trainer(ZeroStrategy(stage=stage, units=["Block"]))
-        trainer.fit(net, DataLoader(range(MEASURED + 1), batch_size=None))
+        trainer.fit(net, DataLoader(range(MEASURED.stop), batch_size=None))
     return net.calls
 
 
 # A unit has four parameters: of each a gradient arrives, and is cleared by zero_grad. In stage 3 it is gathered and
 # bound twice, guarded, pinned, released and reduced; autograd saves seven tensors in its forward.
-@pytest.mark.parametrize(("stage", "bound"), [(1, 36), (2, 36), (3, 128)])
+@pytest.mark.parametrize(("stage", "bound"), [(1, 36), (2, 36), (3, 118)])
 def test_calls_for_each_unit_are_few_and_do_not_grow_with_their_number(stage: int, bound: int) -> None:
     def count(rank: int) -> list[Counter[str]]:
         return [calls(stage, units) for units in (20, 40, 80)]
 
-    few, more, many = run_world(2 if stage == 3 else 1, count)[0]  # one rank alone has nothing to gather
+    few, more, many = map(Counter, run_world(2 if stage == 3 else 1, count)[0])  # one rank alone has nothing to gather
     first, second = (sum(b.values()) - sum(a.values()) for a, b in ((few, more), (more, many)))
     assert second == pytest.approx(2 * first, rel=0.05), "not linear in the number of units"
     grown = Counter({name: round((many[name] - more[name]) / 40, 1) for name in many})
