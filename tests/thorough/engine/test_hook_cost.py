@@ -76,8 +76,9 @@ def calls(stage: Any, units: int) -> Counter[str]:
 
 
 # A unit has four parameters: of each a gradient arrives, and is cleared by zero_grad. In stage 3 it is gathered and
-# bound twice, guarded, pinned, released and reduced; autograd saves seven tensors in its forward.
-@pytest.mark.parametrize(("stage", "bound"), [(1, 36), (2, 36), (3, 118)])
+# bound twice, guarded, pinned, released and reduced; autograd saves seven tensors in its forward: 115 calls, and ten
+# more where a unit has to wait for the other rank.
+@pytest.mark.parametrize(("stage", "bound"), [(1, 36), (2, 36), (3, 130)])
 def test_calls_for_each_unit_are_few_and_do_not_grow_with_their_number(stage: int, bound: int) -> None:
     def count(rank: int) -> list[Counter[str]]:
         return [calls(stage, units) for units in (20, 40, 80)]
