@@ -205,10 +205,9 @@ class ControlGroup:
 
     def connect(self) -> None:
         """Open the connections that agreements go through: those of ``_swap``. Collective: every rank."""
-        distances = [1 << digit for digit in range((self.world_size - 1).bit_length())]
-        with naming_failures("the first agreement", self.rank, self.process_group, 2 * len(distances)):
-            for distance in distances:
-                self._swap(torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8), distance)
+        transfers = 2 * (self.world_size - 1).bit_length()
+        with naming_failures("the first agreement", self.rank, self.process_group, transfers):
+            self._set_on_any(0, 1)
 
     # ------------------------------------------------------------- the one agreement, and what else is built on it
 
@@ -335,7 +334,8 @@ class ControlGroup:
                     differing = some & ~reduce(and_, numbers)
             else:
                 number, every = int.from_bytes(mine, "little"), (1 << 8 * size) - 1
-                both = self._set_on_any(number | (number ^ every) << 8 * size, 2 * size)
+                with naming_failures(ANY_AGREEMENT, self.rank, self.process_group):
+                    both = self._set_on_any(number | (number ^ every) << 8 * size, 2 * size)
                 some = both & every
                 differing = some & both >> 8 * size
             if differing & _WORD:
@@ -443,15 +443,14 @@ class ControlGroup:
 
     def _set_on_any(self, bits: int, nbytes: int) -> int:
         """The bits that any rank has set, of so many bytes: in as many exchanges, of this size all of them."""
-        with naming_failures(ANY_AGREEMENT, self.rank, self.process_group):
-            mine, other = bytearray(nbytes), bytearray(nbytes)
-            going, coming = (torch.frombuffer(memory, dtype=torch.uint8) for memory in (mine, other))
-            distance = 1
-            while distance < self.world_size:  # each rank then knows of so many, itself and those behind it
-                mine[:] = bits.to_bytes(nbytes, "little")
-                self._swap(going, coming, distance)
-                bits |= int.from_bytes(other, "little")
-                distance *= 2
+        mine, other = bytearray(nbytes), bytearray(nbytes)
+        going, coming = (torch.frombuffer(memory, dtype=torch.uint8) for memory in (mine, other))
+        distance = 1
+        while distance < self.world_size:  # each rank then knows of so many, itself and those behind it
+            mine[:] = bits.to_bytes(nbytes, "little")
+            self._swap(going, coming, distance)
+            bits |= int.from_bytes(other, "little")
+            distance *= 2
         return bits
 
     def _swap(self, mine: torch.Tensor, others: torch.Tensor, distance: int) -> None:
