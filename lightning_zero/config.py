@@ -34,6 +34,7 @@ __all__ = [
     "Residence",
     "RoundedFormat",
     "SessionSettings",
+    "MeshSize",
     "ShardWithin",
     "Stage",
     "StageLike",
@@ -53,6 +54,7 @@ __all__ = [
 
 Stage = Literal[1, 2, 3]
 ShardWithin = Literal["node"] | int | None
+MeshSize = Literal["auto"] | int
 RoundedFormat = Literal["bfloat16", "int8", "int4"]
 # What users may write; the functions at the end of this file turn it into what the package works with.
 StageLike = Literal[1, 2, 3, "1", "2", "3"]
@@ -539,6 +541,8 @@ class SessionSettings:
     activations: ActivationPolicy | None = None
     checkpoint: CheckpointPolicy = field(default_factory=CheckpointPolicy)
     broadcast_buffers: bool = True
+    tensor_parallel_size: MeshSize | None = None
+    data_parallel_size: MeshSize = "auto"
 
     def __post_init__(self) -> None:
         validate_bucket_mib(self.bucket_mib)
@@ -557,6 +561,13 @@ class SessionSettings:
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if self.shard_within is not None and self.shard_within != "node":
             check_whole("shard_within, where it is not 'node',", self.shard_within, least=2, unit="ranks")
+        for name in ("tensor_parallel_size", "data_parallel_size"):
+            if (size := getattr(self, name)) not in (None, "auto"):
+                check_whole(f"{name}, where it is not 'auto',", size, least=1, unit="ranks")
+        if self.tensor_parallel_size is None and self.data_parallel_size != "auto":
+            raise ValueError(
+                "data_parallel_size goes with tensor_parallel_size: without it, all ranks have other data."
+            )
         compression, within = self.compression, self.shard_within is not None
         if compression is not None and not isinstance(compression, Compression):
             raise ValueError(
@@ -575,6 +586,7 @@ class SessionSettings:
             "nvme": isinstance(self.offload, NvmeOffload),
             "compression": compression,
             "hops": self.secondary_shards,
+            "tensor_parallel": self.tensor_parallel_size is not None,
         }
         for name, needed in asked.items():
             if needed:

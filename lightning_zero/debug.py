@@ -246,7 +246,7 @@ def grad_norm(module: nn.Module, norm_type: float = 2.0) -> Tensor:
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients, norm_type)
     wanted = set(module.parameters())
-    slices = [one.gradient for one in engine.shards.values() if one.user in wanted and one.gradient is not None]
+    slices = [one.counted for one in engine.shards.values() if one.user in wanted and one.gradient is not None]
     _check_averaged(engine, "grad_norm")
     return gradient_norm(slices, engine.totals, norm_type)
 
@@ -371,7 +371,7 @@ def _slices(engine: ZeroEngine, module: nn.Module, write: bool) -> Iterator[Loca
             )
     if write:
         engine.access.torn = ""
-        if (size := engine.plan.group_size) < engine.plan.world_size:  # ranks of other groups have the same slices
+        if (size := len(engine.control.counted)) < engine.control.world_size:  # others have the same slices
             rows = engine.control.gather_objects(changed, "writes in local_slices")
             for rank, row in enumerate(rows):
                 if row != rows[rank % size]:

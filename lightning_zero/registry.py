@@ -30,6 +30,7 @@ EXTENSIONS = {
     "random_state": "random states in checkpoints",
     "ray": "`lightning_zero.ray`",
     "shared_memory": "communication through the shared memory of a host's processes",
+    "tensor_parallel": "tensor parallelism (`tensor_parallel_size`)",
     "watch": "the report of which rank waits for which",
 }
 

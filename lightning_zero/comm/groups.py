@@ -42,7 +42,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -173,10 +173,23 @@ def sockets() -> dict[int, str]:
 
 @dataclass(frozen=True)
 class ShardGroup:
-    """The ranks whose shards together make a flat buffer whole: this process's place among them, and how many."""
+    """The ranks whose shards together make a flat buffer whole: this process's place among them, and how many.
+
+    ``tensor``: ranks of a tensor-parallel group, which are neighbours, and each in another shard group.
+    """
 
     rank: int
     world_size: int
+    tensor: int = 1
+
+
+class _Made(NamedTuple):
+    """What groups are made of."""
+
+    default: Callable[[], Any] = lambda: None  # the default group then: weak, as it ends without them
+    backend: str | None = None
+    span: tuple[int | None, int] = None, 1  # ranks of a shard group, if not all; ranks of a tensor-parallel group
+    sets: Sequence[Sequence[int]] = ()  # of ranks, of which each has process groups; none: all ranks
 
 
 @dataclass(eq=False)
@@ -209,8 +222,8 @@ class Groups:
     hosts: list[list[int]] = field(default_factory=list)  # the ranks of each, once they have been asked
     number: int = field(default_factory=itertools.count().__next__)
     """Alike on all ranks, as groups are created together. The store outlives them: its keys must not begin anew."""
-    made: Sequence[Any] = (lambda: None, None)  # the default group then (weak: it ends without them), backend, span
-    sets: Sequence[Sequence[int]] = ()  # of ranks, of which each has process groups; none: all ranks
+    made: _Made = field(default_factory=lambda: _Made())
+    counting: dist.ProcessGroup | None = None  # carries numbers about gradients, where not those who reduce them do
     _resources: dict[str, Any] = field(default_factory=dict)
     _meetings: Counter[str] = field(default_factory=Counter)
 
@@ -221,12 +234,14 @@ class Groups:
         timeout: timedelta | None = None,
         apart: bool = True,
         span: int | None = None,
+        tensor: int = 1,
     ) -> Groups:
         """The groups over all ranks of the default group; none for a single process.
 
         Made once per default group, backend and timeout: a process that runs many Trainers, one after the other, must
         not pile up threads and sockets. ``apart``: gathers and reductions have groups of their own, if any rank says so
         or there are two by now. ``span``: so many ranks, one after the other, share what is sharded; ``None``: all.
+        ``tensor``: so many neighbours are a tensor-parallel group; those of one place in each share what is sharded.
 
         Collective: every rank of the default group.
         """
@@ -234,23 +249,30 @@ class Groups:
             return cls(None, None, ControlGroup(None), ControlGroup(None), ShardGroup(0, 1), divisor=1)
         default: Any = dist.group.WORLD
         for groups in list(_LIVE):
-            if groups.made[0]() is not default:
+            if groups.made.default() is not default:
                 groups.destroy()  # their default group has ended, and nothing ended them
-            elif (*groups.made[1:], groups.timeout) == (backend, span, timeout):
+            elif (*groups.made[1:3], groups.timeout) == (backend, (span, tensor), timeout):
                 groups.part(apart)
                 return groups
         rank, world_size = dist.get_rank(), dist.get_world_size()
         watch_ranks()
-        size = span or world_size
-        sets = [range(first, first + size) for first in range(0, world_size, size)]
+        size = span or world_size // tensor
+        count, place = size * tensor, rank // tensor
+        sets = [
+            range(first + of, first + count, tensor) for first in range(0, world_size, count) for of in range(tensor)
+        ]
         control, checkpoint = (_connected(timeout, what) for what in ("agreements", "checkpoints"))
         gather = _made(backend, timeout, "parameters", sets)
-        groups = cls(gather, gather, control, checkpoint, ShardGroup(rank % size, size), size, timeout=timeout)
-        groups.made, groups.sets = (weakref.ref(default), backend, span), sets
-        if size < world_size:
-            first = rank // size * size
-            control.counted = checkpoint.counted = range(first, first + size)
-            groups.across = groups.among([*zip(*sets, strict=True)], "replicas", backend, world_size // size)
+        groups = cls(gather, gather, control, checkpoint, ShardGroup(place % size, size, tensor), size, timeout=timeout)
+        groups.made = _Made(weakref.ref(default), backend, (span, tensor), sets)
+        if tensor > 1:
+            counted = [range(first, first + count) for first in range(0, world_size, count)]
+            groups.counting = _made(backend, timeout, "numbers about gradients", counted)
+        if count < world_size:
+            first = rank // count * count
+            control.counted = checkpoint.counted = range(first, first + count)
+            replicas = [range(of, world_size, count) for of in range(count)]
+            groups.across = groups.among(replicas, "replicas", backend, world_size // count)
         groups.part(apart)
         atexit.register(_end_all)
         _LIVE.append(groups)
@@ -263,13 +285,18 @@ class Groups:
         gather = _made(backend, self.timeout, what, sets)
         shard = ShardGroup(ranks.index(rank), len(ranks))
         made = Groups(gather, gather, self.control, self.checkpoint, shard, divisor, timeout=self.timeout)
-        made.made, made.sets = (lambda: None, backend), sets
+        made.made = _Made(backend=backend, sets=sets)
         return made
 
     @property
     def span(self) -> int | None:
         """How many ranks share what is sharded; ``None``: all."""
         return None if self.across is None else self.shard.world_size
+
+    @property
+    def data_ranks(self) -> int:
+        """How many ranks have other data: all, but of those of a tensor-parallel group one."""
+        return self.control.world_size // self.shard.tensor
 
     @property
     def one_order(self) -> bool:
@@ -279,7 +306,7 @@ class Groups:
     def part(self, apart: bool) -> None:
         """Give reductions a group of their own, if they have none and any rank needs that. Collective: every rank."""
         if self.one_order and self.control.agree_any(apart):
-            self.reduce = _made(self.made[1], self.timeout, "gradients", self.sets)
+            self.reduce = _made(self.made.backend, self.timeout, "gradients", self.made.sets)
 
     def find_hosts(self) -> list[list[int]]:
         """The ranks of each host, which can see one another's processes. Collective: every rank.
@@ -377,8 +404,8 @@ class Groups:
         if self.across is not None:
             self.across.end()
         self.abandoned.clear()
-        groups = [self.gather] if self.one_order else [self.gather, self.reduce]
-        self.gather = self.reduce = self.across = None
+        groups = [self.counting, self.gather, *([] if self.one_order else [self.reduce])]
+        self.gather = self.reduce = self.across = self.counting = None
         while groups:
             _destroy(groups.pop())
 

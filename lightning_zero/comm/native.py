@@ -88,7 +88,7 @@ class NativeCollectives(Collectives):
         if largest:  # nccl's drops NaN; as integers, floats without a sign have the same order, and NaN is above all
             numbers, operation = numbers.view(torch.int64).bitwise_and_(2**63 - 1), dist.ReduceOp.MAX
         with naming_failures(ABOUT_GRADIENTS, self.groups.control.rank):
-            dist.all_reduce(numbers, operation, group=self.groups.reduce, async_op=True).wait()
+            dist.all_reduce(numbers, operation, group=self.groups.counting or self.groups.reduce, async_op=True).wait()
         return numbers.view(torch.float64)
 
     def average_across(
@@ -476,12 +476,15 @@ def _chosen(groups: Groups, streams: Streams, exchange: Exchange) -> Any:
 
     control, off = groups.control, f"{SWITCH}=0" if os.environ.get(SWITCH) == "0" else ""
     shares = installed("shared_memory") or (on_cpu and control.agree_any(os.environ.get(SWITCH) == "1"))
-    elsewhere = shares and (groups.across is not None or not on_cpu)  # tensors go, but agreements of one host need not
+    apart = groups.across is not None or groups.shard.tensor > 1
+    elsewhere = shares and (apart or not on_cpu)  # tensors go, but agreements of one host need not
     if elsewhere and len(groups.find_hosts()) == 1 and not control.agree_any(bool(off)):
         members, make = range(control.world_size), extension("shared_memory").SharedMemory
         groups.resource("shared_memory", lambda: make(groups, members, threads=1))
     if groups.across is not None:
         return direct(groups, streams, between_hosts(direct(groups.across, streams.apart()), True))
+    if groups.shard.tensor > 1:
+        return between_hosts(direct(groups, streams))
     control.counted = groups.checkpoint.counted = range(control.world_size)
     places = places_by_host(groups.find_hosts()) if on_cpu or any(asked) else None
     hops = shared = None

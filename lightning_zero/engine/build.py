@@ -34,7 +34,7 @@ class UnitBuilder:
 
     def __init__(self, module: nn.Module, plan: Plan, means: Means, values: MetaValues) -> None:
         collectives, control = means.collectives, means.control
-        if (plan.group_size, plan.world_size) != (collectives.world_size, control.world_size):
+        if plan.group_size != collectives.world_size or control.world_size % plan.world_size:
             raise ValueError(
                 f"The plan has shard groups of {plan.group_size} of {plan.world_size} ranks (Placement.span), the wire "
                 f"has groups of {collectives.world_size} of {control.world_size}."

@@ -631,8 +631,8 @@ class ZeroEngine:
             own = [row[1 : 1 + count] for row in (rows if len(rows) > 1 else rows * control.world_size)]
             return control.put_together(own) if added else torch.tensor(own, device="cpu").view(torch.float64)
         if not added:
-            each = numbers.new_zeros(self.collectives.world_size, count)
-            each[self.collectives.rank] = numbers
+            each = numbers.new_zeros(len(control.counted), count)
+            each[control.counted.index(control.rank)] = numbers
             numbers = each.view(-1)
         found = self.totals.total(numbers.to(self.totals.device))
         return found if added else found.view(-1, count)

@@ -18,7 +18,7 @@ from lightning_zero.engine.unit import ReplicatedUnit, Unit
 from lightning_zero.errors import OffloadError, ParameterAccessError
 from lightning_zero.offload.host import OffloadedTensor, in_memory
 from lightning_zero.shards.binding import Binding, get_data, is_absent, set_data
-from lightning_zero.shards.slice import FlatParameters, Slice, checksum, fingerprint, views_of
+from lightning_zero.shards.slice import FlatParameters, Slice, fingerprint, views_of
 
 __all__ = [
     "average_into",
@@ -327,7 +327,7 @@ def gathered_gradients(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -
                 gradient = shown[one.user]
                 failure = failure or _unfit(access.bindings[one.user], gradient)
                 if failure is None:
-                    number = 0 if gradient is None else checksum(gradient)
+                    number = 0 if gradient is None else one.checksum(gradient)
                     writes.note(f"{'no' if gradient is None else 'a'} gradient of '{one.name}', in {what},", number)
             rows = engine.agree(f"the end of {what}", [int(failure is not None), writes.digest])
             _raise_failure(failure, [row[0] for row in rows], what)

@@ -36,7 +36,10 @@ from lightning_zero.engine.events import Span
 from lightning_zero.engine.pool import BufferPool
 from lightning_zero.engine.unit import SavedPlace, ShardedUnit
 
-__all__ = ["SavedTensorGuard", "check_version", "check_weights"]
+__all__ = ["WRAPPERS", "SavedTensorGuard", "check_version", "check_weights"]
+
+WRAPPERS: dict[type[Tensor], Callable[[Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]] = {}
+"""By class of tensors around others, which may be weights: what gives the inner one, and what wraps another so."""
 
 _new = tuple.__new__
 _makes_graph = torch.is_grad_enabled  # in a backward: whether it is one with create_graph
@@ -53,6 +56,11 @@ class _Saved(NamedTuple):
 class _Handed(NamedTuple):
     packed: Any
     unpack: Unpack
+
+
+class _Wrapped(NamedTuple):
+    saved: _Saved
+    wrap: Callable[[Tensor], Tensor]
 
 
 def check_version(probe: Tensor, version: int, dtype: torch.dtype, shape: torch.Size) -> None:
@@ -129,6 +137,7 @@ class SavedTensorGuard:
         Dynamo looks into neither.
         """
         buffers, outer, active, restored = self._pool.used, self._outer, self.active, disable_dynamo(self._restored)
+        wrappers = WRAPPERS
 
         def pack(tensor: Tensor) -> Any:
             try:
@@ -138,6 +147,10 @@ class SavedTensorGuard:
             if buffer is not None and (unit := buffer.unit) is not None:
                 place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
                 return _new(_Saved, (unit, place, unit.version))
+            if wrappers and (inside := wrappers.get(type(tensor))) is not None:
+                inner, wrap = inside(tensor)
+                if type(saved := pack(inner)) is _Saved:
+                    return _Wrapped(saved, wrap)
             if outer and (hooks := outer[-1]) is not None:
                 return _Handed(hooks[0](tensor), hooks[1])
             version = tensor._version
@@ -151,6 +164,9 @@ class SavedTensorGuard:
                     found: Tensor | None = unit.storage.made.get(place)  # type: ignore[union-attr]
                     return unit.view_at(place) if found is None else found
                 tensor = restored(packed)
+            elif type(packed) is _Wrapped:
+                with torch.no_grad():
+                    tensor = packed.wrap(unpack(packed.saved))
             elif type(packed) is _Handed:
                 tensor = packed.unpack(packed.packed)
             else:

@@ -28,7 +28,7 @@ from lightning_zero.shards.binding import (
     show,
     shown_kind,
 )
-from lightning_zero.shards.slice import FlatParameters, checksum, views_of
+from lightning_zero.shards.slice import FlatParameters, views_of
 
 __all__ = ["REPORT", "ReplicatedUnit", "SavedPlace", "ShardedUnit", "Unit"]
 
@@ -157,9 +157,9 @@ class ReplicatedUnit(Unit):
 
     def note_written(self, writes: ExternalWrites) -> None:
         """Tell ``writes`` what user code wrote, and begin anew."""
-        parameters = {one.spec.name: one.user for flat in self.flats for one in flat.shards}
+        slices = {one.spec.name: one for flat in self.flats for one in flat.shards}
         for name in self.written_names():
-            writes.note(f"'{name}'", checksum(get_data(parameters[name])))
+            writes.note(f"'{name}'", slices[name].checksum(get_data(slices[name].user)))
         self.forget_written()
 
     def bring_home(self) -> None:

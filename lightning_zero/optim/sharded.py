@@ -116,9 +116,12 @@ class ShardedOptimizer:
         """All parameters of the optimizer, in the order of its groups."""
         return [entry for group in self.groups for entry in group]
 
-    def gradients(self) -> list[Tensor]:
-        """This rank's gradient slices, 1-D, of the parameters that have a gradient; also those without elements."""
-        return [entry.gradient for entry in self.entries if entry.gradient is not None]
+    def gradients(self, counted: bool = False) -> list[Tensor]:
+        """This rank's gradient slices, 1-D, of the parameters that have a gradient; also those without elements.
+
+        ``counted``: for sums over the ranks, to which each element comes from one.
+        """
+        return [one.counted if counted else one.gradient for one in self.entries if one.gradient is not None]
 
     def announced(self) -> tuple[str, Sequence[int]] | None:
         """What all ranks agree on before a step, if no hook of others' comes before that. Local."""

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -37,6 +38,7 @@ __all__ = [
     "DtypeRules",
     "FlatLayout",
     "ParameterSpec",
+    "Part",
     "Rest",
     "ShardSlice",
     "align_up",
@@ -64,6 +66,16 @@ def residual_nbytes(numel: int, groups: int) -> int:
     return 4 * numel * (groups + (groups > 1)) // groups
 
 
+class Part(NamedTuple):
+    """Which part of a whole tensor a parameter is, under tensor parallelism."""
+
+    shape: tuple[int, ...]  # of the whole
+    dim: int | None  # in which it was split; ``None``: every rank of the tensor group has all of it
+    start: int  # where in that dimension this rank's part begins
+    rank: int  # in the tensor group
+    ranks: int  # of the tensor group
+
+
 @dataclass(frozen=True)
 class ParameterSpec:
     """What a plan knows about one parameter: never its data."""
@@ -75,6 +87,22 @@ class ParameterSpec:
     trainable: bool  # ``requires_grad``
     # Tensors of its size that autograd has at once while it makes the gradient: several where parts of it are added up.
     parts: int = 1
+    part: Part | None = None  # of a larger tensor, or of a group that has it alike; ``None``: neither
+
+    @property
+    def counted(self) -> bool:
+        """Whether this rank's elements count in sums over all ranks: of those that several have, the first's do."""
+        return self.part is None or self.part.dim is not None or self.part.rank == 0
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of what it is a part of."""
+        return self.shape if self.part is None else self.part.shape
+
+    @property
+    def is_split(self) -> bool:
+        """Whether other ranks of a tensor group have other parts."""
+        return self.part is not None and self.part.dim is not None
 
     @cached_property
     def numel(self) -> int:

@@ -88,7 +88,8 @@ class ModuleTree:
         held = self._held.get(id(parameter))
         if held is None:
             _refuse_tensor("Parameter", name, parameter)
-            spec = ParameterSpec(name, (), tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+            part = getattr(parameter, "tensor_part", None)
+            spec = ParameterSpec(name, (), tuple(parameter.shape), parameter.dtype, parameter.requires_grad, part=part)
             held = self._held[id(parameter)] = HeldParameter(spec)
         else:
             held.spec = replace(held.spec, aliases=(*held.spec.aliases, name))

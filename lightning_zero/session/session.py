@@ -185,7 +185,7 @@ class ZeroSession:
         plan = build_plan(
             module,
             placement=collectives.placed(replace(settings.placement, span=self.groups.span)),
-            world_size=self.groups.control.world_size,
+            world_size=self.groups.data_ranks,
             units=settings.units,
             bucket_mib=settings.bucket_mib,
             prefetch=int(not collectives.gathers_at_once) if settings.prefetch is None else settings.prefetch,

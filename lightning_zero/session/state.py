@@ -61,7 +61,7 @@ class ModuleState:
             name = self._engine.names.get(value) if isinstance(value, nn.Parameter) else None
             if name is not None:
                 shard = self._engine.shards[name]
-                value = FlatShard(shard.data, shard.spec.shape, shard.start)
+                value = flat_shard(shard, shard.data)
             elif isinstance(value, Tensor):
                 value = value.detach()
             state[unwrapped(key)] = value
@@ -333,7 +333,7 @@ class OptimizerState:
                     f"`del optimizer.state[parameter]`."
                 )
             shard = entries[name]
-            wrapped = {key: FlatShard(part, shard.spec.shape, shard.start) for key, part in parts.slices.items()}
+            wrapped = {key: flat_shard(shard, part) for key, part in parts.slices.items()}
             state[self._names[entries[name]]] = {**parts.values, **wrapped}
         groups = [
             {**{k: v for k, v in group.items() if k != "params"}, "params": [self._names[entry] for entry in members]}
@@ -476,6 +476,13 @@ def cut_anew(state: Mapping[str, WholeState], former: ZeroEngine, engine: ZeroEn
             for user, tensor in whole(engine, pieces, f"'{key}' of an optimizer").items():
                 found[new[user].name].slices[key] = new[user].of(tensor).to(new[user].device, copy=True)
     return found
+
+
+def flat_shard(one: Slice, part: Tensor) -> FlatShard:
+    """What a checkpoint has of a tensor like a parameter, of which ``part`` is here. Of equal parts it takes one."""
+    if one.spec.is_split:
+        raise CheckpointError(f"'{one.name}' is split by tensor parallelism: no checkpoint can hold it yet.")
+    return FlatShard(part if one.spec.counted else part[:0], one.spec.shape, one.start)
 
 
 def _read(value: Any) -> Any:

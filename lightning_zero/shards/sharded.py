@@ -312,12 +312,19 @@ def _reduced(values: Sequence[Tensor], name: str, func: Any, args: Any, kwargs: 
         more = f" and of {len(members) - 1} more" if members[1:] else ""
         told = [_told(value) for value in (*args, *kwargs.values())]
         history = fingerprint(name, told, [value.history for _, value, _ in members])
-        mine = torch.stack([_number(kind, value.own).to(first.own.device) for _, value, _ in members])
+        mine = torch.stack([_number(kind, _counted(value)).to(first.own.device) for _, value, _ in members])
         found = together(f"{name}() of the {first.source.what}{more}", history, mine, kind.over is torch.sum)
         for (index, value, _), number in zip(members, found if found.dim() == 1 else kind.over(found, 0), strict=True):
-            result = kind.result(number, value.numel())
+            place = value.source.place
+            result = kind.result(number, value.numel() if place is None else math.prod(place.spec.whole_shape))
             results[index] = result.to(value.device, results[index].dtype).view(results[index].shape)
     return results if listed else results[0]
+
+
+def _counted(value: ShardedTensor) -> Tensor:
+    """This rank's elements, but of what another rank counts."""
+    place = value.source.place
+    return value.own if place is None or place.spec.counted else value.own.narrow(0, 0, 0)
 
 
 def _number(kind: _Kind, own: Tensor) -> Tensor:

@@ -74,6 +74,11 @@ class Slice:
         return None if self.parameter is None else self.parameter.grad
 
     @property
+    def counted(self) -> Any:
+        """The gradient, if there is one, for sums over all ranks: no element of what another rank counts."""
+        return self.gradient if self.gradient is None or self.spec.counted else self.gradient[:0]
+
+    @property
     def device(self) -> torch.device:
         """Where state of the optimizer for it belongs: with a master in a file, host memory."""
         return self.data.device
@@ -96,6 +101,10 @@ class Slice:
     def of(self, whole: Tensor) -> Tensor:
         """1-D: the elements that are here of another tensor of the parameter's shape."""
         return flat_range(whole.detach(), self.start, self.data.numel())
+
+    def checksum(self, whole: Tensor) -> int:
+        """A number for a tensor of the parameter's shape that ranks can compare: 0 where they have different parts."""
+        return 0 if self.spec.is_split else checksum(whole)
 
     def read(self) -> Tensor:
         """1-D: the elements, in memory; a copy if they have none. Raises ``OffloadError`` if a disk failed."""

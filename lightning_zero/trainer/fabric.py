@@ -197,6 +197,7 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
             )
         session = self._begin_session()
         session.check_trainer = self._refuse_other_strategies
+        self._localise(module)
         session.shard(module, self.precision)
         session.checkpoints.begin(training=True)
         with without_swaps():
@@ -209,6 +210,7 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Shard one more optimizer of the module that is set up. Collective: every rank."""
         optimizers = [*self._optimizers, optimizer]
+        self._adopt([optimizer])
         self.session.shard_optimizers(optimizers, writable=self.precision.param_dtype is None)
         self._optimizers = optimizers
         return optimizer
@@ -258,7 +260,7 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         """
         self.precision.unscale_gradients(optimizer)
         gradients = self.adapter(optimizer).gradients()
-        norm = gradient_norm(gradients, self.engine.totals, float(norm_type))
+        norm = gradient_norm(self.adapter(optimizer).gradients(counted=True), self.engine.totals, float(norm_type))
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
                 f"The gradients' norm of order {norm_type} is {norm.item()}, and cannot be clipped. To go on all the "

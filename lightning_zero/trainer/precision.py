@@ -339,7 +339,8 @@ class ZeroPrecision(Dtypes, Precision):
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             clip_by_value(gradients, float(clip_val))
         else:
-            clip_by_norm(gradients, float(clip_val), gradient_norm(gradients, self._totals))
+            norm = gradient_norm(self._sharded(optimizer).gradients(counted=True), self._totals)
+            clip_by_norm(gradients, float(clip_val), norm)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Undo the loss scale in the gradients of one optimizer, once before its step. Collective: every rank."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal, get_args
 
@@ -22,7 +22,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
@@ -41,6 +41,7 @@ from lightning_zero.debug import full_parameters
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import ZeroError, point_to_page
 from lightning_zero.optim.sharded import ShardedOptimizer
+from lightning_zero.registry import extension
 from lightning_zero.session.session import ZeroSession
 from lightning_zero.session.state import OptimizerState
 from lightning_zero.trainer.precision import unwrapped
@@ -92,6 +93,7 @@ class Processes:
     num_nodes: int
     _workers: Any = _Workers
     _session: ZeroSession | None = None
+    _device_mesh: Any = None
     parallel_devices: list[torch.device] | None
     cluster_environment: ClusterEnvironment | None
     local_rank: int
@@ -137,7 +139,8 @@ class Processes:
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """How the data are shared out."""
-        return {"num_replicas": self.num_ranks, "rank": self.global_rank}
+        together = self._mesh_sizes()[1]
+        return {"num_replicas": self.num_ranks // together, "rank": self.global_rank // together}
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -200,16 +203,53 @@ class Processes:
                 f"num_nodes={self.num_nodes} ask for {self.num_ranks}. {_HOW_MANY}"
             )
 
+        if self.settings.tensor_parallel_size is not None:
+            self._device_mesh = extension("tensor_parallel").make_mesh(device, *self._mesh_sizes())
+
+    def _mesh_sizes(self) -> tuple[int, int]:
+        """Ranks of a data-parallel and of a tensor-parallel group; ``ValueError`` if all ranks are no such mesh."""
+        settings = self.settings
+        if settings.tensor_parallel_size is None:
+            return self.num_ranks, 1
+        sizes: tuple[int, int] = extension("tensor_parallel").mesh_sizes(
+            settings.tensor_parallel_size, settings.data_parallel_size, self.num_processes, self.num_ranks
+        )
+        return sizes
+
+    @property
+    def device_mesh(self) -> Any:
+        """The ``DeviceMesh`` of the ranks, with the dimensions ``data_parallel`` and ``tensor_parallel``.
+
+        Raises ``RuntimeError`` without ``tensor_parallel_size``, and before the processes run.
+        """
+        if self._device_mesh is None:
+            raise RuntimeError(
+                "There is no device mesh: it is made with ZeroStrategy(tensor_parallel_size=...), when the processes "
+                "run, for `configure_model`."
+            )
+        return self._device_mesh
+
     def _begin_session(self) -> ZeroSession:
         """What runs, from the first time that it is asked for. Collective then: every rank."""
         if self._session is None:
             if not dist.is_initialized():
                 raise RuntimeError(_NOT_SET_UP)
-            span = shard_span(self.settings.shard_within, self.num_processes, self.world_size)
+            data, tensor = self._mesh_sizes()
+            span = shard_span(self.settings.shard_within, self.num_processes // tensor, data)
             apart = orders_differ(self.root_device, self.settings.placement.shards_parameters)
-            groups = Groups.create(self.process_group_backend, self._timeout, apart, span)
+            groups = Groups.create(self.process_group_backend, self._timeout, apart, span, tensor)
             self._session = ZeroSession(self.settings, groups, self.root_device, self.local_rank, self.num_processes)
         return self._session
+
+    def _localise(self, module: nn.Module) -> None:
+        """Let a module that is parallelised have parameters of this rank's own. Collective: every rank."""
+        if self._device_mesh is not None:
+            extension("tensor_parallel").localise(module, self._device_mesh, self.session.groups.control)
+
+    def _adopt(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let optimizers of a module that is parallelised have these parameters. Local."""
+        if self._device_mesh is not None:
+            extension("tensor_parallel").adopt(optimizers, {one.user: one for one in self.engine.shards.values()})
 
     @property
     def session(self) -> ZeroSession:
@@ -270,6 +310,8 @@ class Processes:
         """Reduce a tensor over the ranks; anything else is returned as it is. Collective: every rank."""
         if not isinstance(tensor, Tensor):
             return tensor
+        if group is None and self._device_mesh is not None:  # ranks of a tensor group have the same
+            group = self._device_mesh["data_parallel"].get_group()
         carrier = group or dist.group.WORLD
         with naming_failures("the reduction of a value (`sync_dist=True`, say)", self.global_rank, carrier):
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)

@@ -30,6 +30,7 @@ from lightning_zero.config import (
     Compression,
     LoaderPolicy,
     LoadersLike,
+    MeshSize,
     Offload,
     OffloadLike,
     Placement,
@@ -96,6 +97,10 @@ class ZeroStrategy(Processes, ParallelStrategy):
         checkpoint: what checkpoints contain and where the initial weights come from. Or the format alone.
         loaders: what to do when some ranks run out of batches before others. Or one word, for all loaders.
         broadcast_buffers: broadcast rank 0's buffers (running statistics) whenever DDP would.
+        tensor_parallel_size: so many neighbouring ranks compute each layer together, which ``configure_model``
+            parallelises over ``self.device_mesh["tensor_parallel"]``, or ``"auto"``: those of a node. They get the
+            same batches; each shards its part of the layers with the ranks that have the same part.
+        data_parallel_size: how many such groups there are, to be checked.
         accelerator, parallel_devices, cluster_environment: as for every Lightning strategy.
         precision_plugin: ``ZeroPrecision``, or one of Lightning's plugins, which is converted.
         process_group_backend: ``gloo``, ``nccl``, ...; ``None`` chooses by device.
@@ -129,6 +134,8 @@ class ZeroStrategy(Processes, ParallelStrategy):
         checkpoint: CheckpointLike = _DEFAULT_POLICY,
         loaders: LoadersLike = _DEFAULT_LOADERS,
         broadcast_buffers: bool = True,
+        tensor_parallel_size: MeshSize | None = None,
+        data_parallel_size: MeshSize = "auto",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -149,6 +156,8 @@ class ZeroStrategy(Processes, ParallelStrategy):
             activations=activations,
             checkpoint=checkpoint,
             broadcast_buffers=broadcast_buffers,
+            tensor_parallel_size=tensor_parallel_size,
+            data_parallel_size=data_parallel_size,
         )
         super().__init__(
             settings,
@@ -198,6 +207,8 @@ class ZeroStrategy(Processes, ParallelStrategy):
     def setup_environment(self) -> None:
         """Join the process group, and make callbacks ready for their own set-up. Collective: every rank."""
         super().setup_environment()
+        if self._device_mesh is not None:
+            self._module._device_mesh = self._device_mesh  # for ``configure_model``
         reset_seed()
         callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
         copy_whole(callbacks, self._module, self._replaced)
@@ -256,6 +267,7 @@ class ZeroStrategy(Processes, ParallelStrategy):
         session = self._begin_session()
         session.check_trainer = partial(refuse_other_strategies, ZeroStrategy)
         session.before_thaw = self._refuse_averages
+        self._localise(self._module)
         session.shard(self._module, self.precision_plugin, is_running, stored=stored)
         self.checkpoints.begin(training=fitting)
         if self._absent:
@@ -281,6 +293,7 @@ class ZeroStrategy(Processes, ParallelStrategy):
         """Run ``configure_optimizers`` on the real parameters, then put shards there. Collective: every rank."""
         with ConstantState():
             super().setup_optimizers(trainer)
+        self._adopt(self.optimizers)
         schedulers = [vars(config) for config in self.lr_scheduler_configs]
         self.session.shard_optimizers(self.optimizers, schedulers, writable=self.precision_plugin.param_dtype is None)
 

@@ -1,0 +1,244 @@
+"""Tensor parallelism beside ZeRO: a mesh of ranks, and a module's DTensors as parameters of this rank's own.
+
+[Note: local parameters]
+``parallelize_module`` makes DTensors of a module's parameters. ZeRO shards what is this rank's of each over the ranks
+that have the same part: those of its data-parallel group. So the engine gets ordinary parameters, which are the local
+tensors, and the module gets its DTensors back whenever it reads one: each such layer becomes an object of a subclass,
+in which the names of its parameters are properties that make a DTensor of the local one. Autograd goes through that:
+a gradient arrives in whatever placement torch has computed it in, ``DTensor.from_local`` brings it to the parameter's,
+and so it is an ordinary tensor when the engine takes it.
+
+[Note: who counts]
+What the tensor group has split counts in a norm on each of its ranks; what all of them have alike counts on the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import Optimizer
+
+from lightning_zero.comm.control import ControlGroup
+from lightning_zero.comm.groups import connections
+from lightning_zero.config import check_whole
+from lightning_zero.engine.guard import WRAPPERS
+from lightning_zero.errors import some
+from lightning_zero.optim.rules import optimizer_rule
+from lightning_zero.plan.layout import Part
+from lightning_zero.shards.slice import Slice
+
+__all__ = ["adopt", "localise", "make_mesh", "mesh_sizes"]
+
+DATA, TENSOR = "data_parallel", "tensor_parallel"  # as Lightning's ModelParallelStrategy names them
+
+
+def mesh_sizes(tensor: int | str, data: int | str, on_node: int, world_size: int) -> tuple[int, int]:
+    """Ranks of a data-parallel and of a tensor-parallel group. ``"auto"`` for ``tensor``: the ranks of a node.
+
+    Raises:
+        ValueError: if the world is not the product of both.
+    """
+    for name, size in (("tensor_parallel_size", tensor), ("data_parallel_size", data)):
+        if size != "auto":
+            check_whole(f"{name}, where it is not 'auto',", size, least=1, unit="ranks")
+    within = min(on_node, world_size) if tensor == "auto" else cast(int, tensor)
+    groups = world_size // within if data == "auto" else cast(int, data)
+    if groups * within != world_size:
+        raise ValueError(
+            f"tensor_parallel_size={tensor!r} and data_parallel_size={data!r} make a mesh of {groups} x {within} "
+            f"ranks, and {world_size} run. Take sizes whose product is {world_size}, or leave data_parallel_size out."
+        )
+    return groups, within
+
+
+def make_mesh(device: torch.device, data: int, tensor: int) -> DeviceMesh:
+    """The ranks as a mesh: those of a tensor-parallel group are neighbours. Collective: every rank."""
+    with connections.opened() as opened:
+        mesh = init_device_mesh(device.type, (data, tensor), mesh_dim_names=(DATA, TENSOR))
+    for dimension in (DATA, TENSOR):  # so that waits in them end when another rank has failed
+        connections[mesh[dimension].get_group().group_name] = opened
+    return mesh
+
+
+def localise(module: nn.Module, mesh: DeviceMesh, control: ControlGroup) -> None:
+    """Put this rank's local tensors in the place of a module's DTensors: see [Note: local parameters].
+
+    What is no DTensor is the same on all ranks of a tensor group from here on: it gets the values of the first.
+    Local tensors have memory of their own afterwards. Does nothing to a module where this was done.
+
+    Raises:
+        ValueError: on every rank, if nothing is parallelised, or something is so in a way that is not supported.
+
+    Collective: every rank.
+    """
+    group = mesh[TENSOR]
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    split, refused = 0, ""
+    for name, parameter in module.named_parameters():
+        known: Part | None = getattr(parameter, "tensor_part", None)
+        if known is not None:
+            if known.ranks != group.size():
+                refused = refused or f"'{name}' was split over {known.ranks} ranks before, and is not put together here"
+        elif isinstance(parameter, DTensor):
+            refused = refused or _problem(name, parameter, group)
+        split += isinstance(parameter, DTensor) or (known is not None and known.dim is not None)
+    if not split and not refused:
+        refused = (
+            f"{type(module).__name__} has no parameter that is a DTensor: each of the {group.size()} ranks of a tensor "
+            "group would do the same work. Call `parallelize_module(self.net, self.device_mesh['tensor_parallel'], "
+            "plan)` in `configure_model`, or leave tensor_parallel_size out"
+        )
+    problems = [text for text in control.gather_objects(refused) if text]
+    if problems:
+        raise ValueError(f"{problems[0]}.")
+    for child in list(module.modules()):
+        for key, parameter in child.named_parameters(recurse=False, remove_duplicate=False):
+            if isinstance(parameter, DTensor):
+                if parameter not in made:
+                    made[parameter] = _local(parameter, group)
+                child._parameters[key] = made[parameter]
+                _give_back(child, key)
+            elif getattr(parameter, "tensor_part", None) is None:
+                _send(parameter, group)
+                whole = tuple(parameter.shape)
+                parameter.tensor_part = Part(whole, None, 0, group.get_local_rank(), group.size())  # type: ignore[attr-defined]
+    WRAPPERS[DTensor] = _inside
+
+
+def adopt(optimizers: Sequence[Optimizer], owned: Mapping[nn.Parameter, Slice]) -> None:
+    """Put local parameters in the place of DTensors in optimizers that were made before ``localise``.
+
+    Raises:
+        ValueError: for an optimizer that steps on whole parameters, and has one that is split.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [getattr(one, "_local_parameter", one) for one in group["params"]]
+        members = [one for group in optimizer.param_groups for one in group["params"]]
+        split = [owned[one].name for one in members if one in owned and owned[one].spec.is_split]
+        if split and optimizer_rule(optimizer) != "elementwise":
+            raise ValueError(
+                f"{type(optimizer).__name__} steps on whole parameters, and tensor parallelism has split "
+                f"{some(map(repr, split))}. Give these to an optimizer that updates each element for itself (AdamW)."
+            )
+
+
+def _problem(name: str, parameter: DTensor, group: DeviceMesh) -> str:
+    """Why a DTensor cannot be a parameter here; empty if it can."""
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if mesh.ndim != 1 or dist.get_process_group_ranks(mesh.get_group()) != dist.get_process_group_ranks(
+        group.get_group()
+    ):
+        return (
+            f"'{name}' is a DTensor on {mesh}, expected the tensor-parallel dimension of the strategy's mesh, "
+            f"`self.device_mesh['{TENSOR}']`"
+        )
+    (placement,) = placements
+    if not isinstance(placement, Shard | Replicate) or type(placement) not in (Shard, Replicate):
+        return f"'{name}' is placed as {placement}: Shard and Replicate are supported"
+    if isinstance(placement, Shard) and parameter.shape[placement.dim] % group.size():
+        return (
+            f"'{name}' has {parameter.shape[placement.dim]} rows in dimension {placement.dim}, which {group.size()} "
+            "ranks cannot share equally. Make that size a multiple (a vocabulary is padded for that)"
+        )
+    if parameter.is_meta:
+        return f"'{name}' is on the meta device: with tensor parallelism, build the module in memory"
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        return f"'{name}' has hooks, which its local tensor would lose: register them in `on_fit_start`"
+    return ""
+
+
+def _local(parameter: DTensor, group: DeviceMesh) -> nn.Parameter:
+    """An ordinary parameter that has this rank's part of a DTensor."""
+    (placement,), rank = parameter.placements, group.get_local_rank()
+    data = parameter.to_local().detach().contiguous()
+    data = data.clone() if data.untyped_storage().nbytes() > data.nbytes else data  # a part of the whole tensor
+    local = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    vars(local).update(vars(parameter))
+    dim = placement.dim % parameter.dim() if isinstance(placement, Shard) else None
+    start = 0 if dim is None else rank * local.shape[dim]
+    local.tensor_part = Part(tuple(parameter.shape), dim, start, rank, group.size())  # type: ignore[attr-defined]
+    local.tensor_spec = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()  # type: ignore[attr-defined]
+    vars(parameter)["_local_parameter"] = local
+    if dim is None:
+        _send(local, group)
+    return local
+
+
+def _send(parameter: nn.Parameter, group: DeviceMesh) -> None:
+    """Give all ranks of a tensor group the values of the first."""
+    if not parameter.is_meta:
+        dist.broadcast(parameter.detach(), group=group.get_group(), group_src=0)
+
+
+# --------------------------------------------------------------------------------------- what the module reads
+
+
+class _Settled(torch.autograd.Function):
+    """The same tensor; its gradient is waited for, where it is still on its way between the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor) -> Tensor:
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _arrived(gradients[0])
+
+
+_settled: Callable[[Tensor], Tensor] = _Settled.apply
+
+
+def _arrived(tensor: Tensor) -> Tensor:
+    wait: Callable[[], Tensor] | None = getattr(tensor, "wait", None)  # of an AsyncCollectiveTensor
+    return tensor if wait is None else wait()
+
+
+def _give_back(layer: nn.Module, key: str) -> None:
+    """Have a layer show its parameter ``key`` as a DTensor."""
+    kind = type(layer)
+    keys = (*getattr(kind, "_tensor_parallel", ()), key)
+    ordinary: Any = getattr(kind, "_ordinary", kind)
+    layer.__class__ = _parallel_kind(ordinary, keys)
+
+
+@cache
+def _parallel_kind(kind: type[nn.Module], keys: tuple[str, ...]) -> type[nn.Module]:
+    """A class of modules of which these parameters are read as DTensors."""
+    namespace: dict[str, Any] = {key: property(_reader(key)) for key in keys}
+    namespace |= {"_ordinary": kind, "_tensor_parallel": keys}
+    namespace |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), namespace)
+
+
+def _reader(key: str) -> Callable[[nn.Module], Any]:
+    def read(layer: nn.Module) -> Any:
+        local: Any = layer._parameters[key]
+        spec = getattr(local, "tensor_spec", None)
+        if spec is None:  # the user has put something else there
+            return local
+        mesh, placements, shape, stride = spec
+        return DTensor.from_local(_settled(local), mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    return read
+
+
+def _inside(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """The local tensor of a DTensor that autograd saves, and what makes a DTensor of it again."""
+    spec = cast(DTensor, tensor)._spec
+    again = partial(
+        DTensor.from_local,
+        device_mesh=spec.mesh,
+        placements=spec.placements,
+        run_check=False,
+        shape=spec.shape,
+        stride=spec.stride,
+    )
+    return cast(DTensor, tensor)._local_tensor, again
