@@ -24,22 +24,22 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from lightning_zero.checkpoint.format.record import RECORD_FILE, FlatShard, Leaf, memory_identity, put_together
+from lightning_zero.checkpoint.format.record import FlatShard, Leaf, memory_identity, put_together
 from lightning_zero.checkpoint.format.stored import StoredTensor
 from lightning_zero.checkpoint.format.torch_file import Hole, Place, TorchFile
 from lightning_zero.checkpoint.format.typed_json import Decoder, is_plain
-from lightning_zero.checkpoint.load import Directory, open_checkpoint
+from lightning_zero.checkpoint.load import Kind, find_checkpoint, open_checkpoint
 from lightning_zero.checkpoint.save import (
     SUMMARY_KEY,
     ChecksummedFile,
     combine,
     divide,
-    progress_bar,
     stored_identity,
     write_pieces,
 )
-from lightning_zero.checkpoint.storage.files import is_folder, is_remote, local_path, open_folder
+from lightning_zero.checkpoint.storage.files import is_remote, local_path
 from lightning_zero.checkpoint.storage.publish import StagedFile
 from lightning_zero.comm import ControlGroup
 from lightning_zero.config import parse_size
@@ -361,13 +361,10 @@ class Export:
     def checkpoint(self) -> dict[str, Any]:
         """The checkpoint, with its partition if it is one of ours."""
         checkpoint = open_checkpoint(self.source, ControlGroup(None))
+        found = find_checkpoint(self.source)
         summary = checkpoint.get(SUMMARY_KEY, {})
-        if (
-            is_folder(self.source)
-            and (files := open_folder(self.source)).has(RECORD_FILE)
-            and isinstance(summary, dict)
-        ):
-            summary = {**summary, "plan": Decoder().decode(Directory(files).record.plan)}
+        if found.kind is Kind.OWN and isinstance(summary, dict):
+            summary = {**summary, "plan": Decoder().decode(found.directory.record.plan)}
             of_ranks = (FEEDBACK_KEY, RANDOM_KEY)
             checkpoint[SUMMARY_KEY] = {key: value for key, value in summary.items() if key not in of_ranks}
         if not isinstance(checkpoint.get("state_dict"), Mapping):
@@ -460,7 +457,8 @@ def write_export(
     overflowed: set[Hashable] = set()
     nbytes = sum(layout.nbytes for layout in files.values())
     try:
-        with progress_bar(export.target.name, nbytes, export.progress) as bar:
+        hidden = None if export.progress else True  # None: where there is no terminal
+        with tqdm(total=nbytes, desc=export.target.name, unit="B", unit_scale=True, disable=hidden) as bar:
             for path, layout in files.items():
                 staged.append(StagedFile(path, layout.nbytes))
                 with open(staged[-1].path, "r+b") as opened:

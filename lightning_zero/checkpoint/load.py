@@ -17,15 +17,16 @@ import re
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import IO, Any, Literal, NamedTuple
+from functools import cached_property
+from typing import IO, Any, Literal
 
 from torch import Tensor
 
 from lightning_zero.checkpoint.format.dcp import BoxItem, archives, parse_metadata
 from lightning_zero.checkpoint.format.record import (
     META_FILE,
-    META_TENSORS_FILE,
     METADATA_FILE,
     RECORD_FILE,
     BlobItem,
@@ -38,7 +39,7 @@ from lightning_zero.checkpoint.format.record import (
 )
 from lightning_zero.checkpoint.format.stored import Source, StoredTensor
 from lightning_zero.checkpoint.format.torch_file import load_torch, read_torch_file
-from lightning_zero.checkpoint.format.typed_json import DTYPES, Decoder, check_stored, raw_memory
+from lightning_zero.checkpoint.format.typed_json import DTYPES, Decoder, raw_memory
 from lightning_zero.checkpoint.storage.files import (
     Files,
     is_folder,
@@ -157,7 +158,8 @@ class Kind(Enum):
     DEEPSPEED = "sharded directory of DeepSpeed"  # with `latest`, or the folder of one save in it
 
 
-class Found(NamedTuple):
+@dataclass(frozen=True)
+class Found:
     """What is at a path: a checkpoint of a kind, the folder that it is or lies in, and there its name; empty for a
     folder.
     """
@@ -165,6 +167,11 @@ class Found(NamedTuple):
     kind: Kind
     files: Files
     name: str = ""
+
+    @cached_property
+    def directory(self) -> Directory:
+        """One of our own, whose record is read once; ``CheckpointError`` if it cannot be used."""
+        return Directory(self.files)
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Found:
@@ -199,15 +206,14 @@ def _in_folder(path: str | os.PathLike[str]) -> Found | None:
 
 def read_checkpoint(path: str | os.PathLike[str], found: Found, weights_only: bool | None) -> Opened:
     """What a checkpoint of any kind says of itself; ``open_checkpoint`` on this rank alone."""
-    kind, files, name = found
-    if kind is Kind.OWN:
-        return read_directory(files)
-    if kind is Kind.FOREIGN:
-        return read_foreign_directory(files, weights_only)
-    if kind is Kind.TORCH:
-        digest = samples(files, name, _END_NBYTES)  # first of all asks for the size: a pipe would never end
-        return read_torch_file(files, name, weights_only)._replace(digest=digest)
-    opened: Opened = extension("formats", why=f"'{os.fspath(path)}' is a {kind.value}.").read(found)
+    if found.kind is Kind.OWN:
+        return read_directory(found.directory)
+    if found.kind is Kind.FOREIGN:
+        return read_foreign_directory(found.files, weights_only)
+    if found.kind is Kind.TORCH:
+        digest = samples(found.files, found.name, _END_NBYTES)  # asks for the size first: a pipe would never end
+        return read_torch_file(found.files, found.name, weights_only)._replace(digest=digest)
+    opened: Opened = extension("formats", why=f"'{os.fspath(path)}' is a {found.kind.value}.").read(found)
     return opened
 
 
@@ -248,18 +254,9 @@ class Directory:
                 f"'{self.files.name}/{name}' has {nbytes} bytes where {expected} were saved: it was cut off or changed."
             )
 
-    def listed(self, name: str) -> str:
-        """The name under which the record lists ``meta.pt`` or ``meta.bin``: in object stores it is new every time."""
-        stem, _, ending = name.partition(".")
-        for found in self.record.files:
-            if found == name or (found.startswith(f"{stem}-") and found.endswith(f".{ending}")):
-                return found
-        return name
 
-
-def read_directory(files: Files) -> Opened:
+def read_directory(directory: Directory) -> Opened:
     """What is in a whole checkpoint directory of our own; ``CheckpointError`` otherwise, naming the file."""
-    directory = Directory(files)
     for name in directory.record.files:
         directory.check_size(name)
     missing: list[tuple[str, str]] = []  # name and class of what is not in it
@@ -271,7 +268,7 @@ def read_directory(files: Files) -> Opened:
                 pairs.append((item.path, StoredTensor(directory.source, key, item)))
                 continue
             if isinstance(item, BlobItem):
-                loaded = load_safely(open_range(files, item.file, item.offset, item.nbytes))
+                loaded = load_safely(open_range(directory.files, item.file, item.offset, item.nbytes))
                 found, left_out = loaded or (None,), [item.type] if loaded is None else []
             else:
                 one = Decoder()
@@ -288,7 +285,7 @@ def read_directory(files: Files) -> Opened:
             missing += _add_from_meta_file(directory, rest, decoder.unsupported)
         checkpoint = {**rest, **put_together(pairs)}
     except ValueError as error:
-        raise _unusable(files, RECORD_FILE, error) from error
+        raise _unusable(directory.files, RECORD_FILE, error) from error
     return Opened(checkpoint, directory.digest, [f"'{name}' ({kind})" for name, kind in missing])
 
 
@@ -306,9 +303,9 @@ def _add_from_meta_file(
 ) -> list[tuple[str, str]]:
     """Fill gaps from ``meta.pt``, if it loads without running code. Returns name and class of the gaps that stay."""
     loaded = None
-    name = directory.listed(META_FILE)
-    if name in directory.record.files:
-        loaded = load_safely(open_range(directory.files, name, 0, directory.record.files[name].nbytes))
+    for name, entry in directory.record.files.items():
+        if re.fullmatch(r"meta(-\w+)?\.pt", name):  # with every save a new name, where it cannot be renamed
+            loaded = load_safely(open_range(directory.files, name, 0, entry.nbytes))
     missing = []
     for path, kind in unsupported:
         try:
@@ -324,8 +321,7 @@ def _add_from_meta_file(
 def _meta_tensor(directory: Directory, reference: Any) -> Tensor:
     """A tensor of ``meta.bin``."""
     dtype, shape = DTYPES[reference["dtype"]], tuple(reference["shape"])
-    check_stored(dtype, shape)
-    name = directory.listed(META_TENSORS_FILE)
+    name = reference["file"]
     chunk = Chunk(0, math.prod(shape), name, reference["offset"], reference["crc32"])
     item = TensorItem((), dtype, shape, (chunk,) if chunk.numel else ())
     Record(files=directory.record.files, items={name: item}, meta=None)  # proves that it lies in the file

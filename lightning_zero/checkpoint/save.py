@@ -25,7 +25,6 @@ from typing import IO, Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from lightning_zero._torch import untracked
 from lightning_zero.checkpoint.format.dcp import Box, BoxItem, StoredBox, StoredBytes, boxes, write_metadata
@@ -73,7 +72,6 @@ __all__ = [
     "divide",
     "new_file",
     "no_garbage_collection",
-    "progress_bar",
     "save_checkpoint_directory",
     "stored_identity",
     "write_pieces",
@@ -591,8 +589,3 @@ def stored_identity(tensor: Tensor) -> Hashable:
     if tensor.layout is not torch.strided or tensor.is_meta:
         return id(tensor), "no memory of its own"
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
-
-
-def progress_bar(name: str, nbytes: int, shown: bool) -> tqdm[Any]:
-    """A progress bar over bytes, on a terminal."""
-    return tqdm(total=nbytes, desc=name, unit="B", unit_scale=True, disable=None if shown else True)

@@ -56,6 +56,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """Every dtype of this torch by its short name; not by its aliases: ``float16``, and not ``half``."""
 
+_QUANTIZED = {dtype for name, dtype in DTYPES.items() if name.startswith(("qint", "quint"))}
 _PATHS: dict[str, type[pathlib.PurePath]] = {
     cls.__name__: cls for cls in (pathlib.PurePath, pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.Path)
 }
@@ -63,7 +64,7 @@ _PATHS: dict[str, type[pathlib.PurePath]] = {
 
 def check_stored(dtype: torch.dtype, shape: Sequence[Any]) -> None:
     """``ValueError`` if no tensor can be like that, before torch or the memory is asked for it."""
-    if dtype_name(dtype).startswith(("qint", "quint")):  # a scale and a zero point belong to them
+    if dtype in _QUANTIZED:  # a scale and a zero point belong to them
         raise ValueError(f"it has the dtype {dtype}, whose elements are not all of the tensor")
     if len(shape) > 64:  # as torch
         raise ValueError(f"it has {len(shape)} dimensions")
@@ -223,7 +224,10 @@ class Decoder:
         if len(path) > 2 * _MAX_DEPTH:  # what is in a key or in an object of a type is not deeper than that
             raise ValueError(f"values in one another more than {2 * _MAX_DEPTH} deep")
         if isinstance(value, list):
-            return [self.decode(item, (*path, index)) for index, item in enumerate(value)]
+            return [
+                self.decode(item, (*path, index)) if isinstance(item, (dict, list)) else item
+                for index, item in enumerate(value)
+            ]
         if not isinstance(value, dict):
             return value
         if _TAG not in value:
@@ -241,7 +245,7 @@ class Decoder:
             try:
                 if isinstance(item, dict) and item.get(_TAG) == "unsupported":
                     raise Inexpressible(str(item.get("value")))
-                found[key] = self.decode(item, (*path, key))
+                found[key] = self.decode(item, (*path, key)) if isinstance(item, (dict, list)) else item
             except Inexpressible as error:
                 self.unsupported.append(((*path, key), str(error)))
         return found

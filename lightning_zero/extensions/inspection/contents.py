@@ -14,7 +14,7 @@ from lightning_zero.checkpoint import is_checkpoint_directory_at, open_checkpoin
 from lightning_zero.checkpoint.consolidated import RANDOM_KEY, SUMMARY_KEY
 from lightning_zero.checkpoint.format.record import RECORD_FILE, tensors_in
 from lightning_zero.checkpoint.format.typed_json import Decoder, Inexpressible, dtype_name
-from lightning_zero.checkpoint.load import Directory, Found, Kind, find_checkpoint
+from lightning_zero.checkpoint.load import Found, Kind, find_checkpoint
 from lightning_zero.checkpoint.save import stored_identity
 from lightning_zero.checkpoint.storage.files import is_remote, local_path
 from lightning_zero.comm import ControlGroup
@@ -175,7 +175,7 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> Inspection:
     writer: dict[str, str] = {}
     plan, world_size = own.get("plan"), ""
     if found.kind is Kind.OWN:
-        record = Directory(found.files).record
+        record = found.directory.record
         files = {RECORD_FILE: found.files.size(RECORD_FILE)} | {n: entry.nbytes for n, entry in record.files.items()}
         writer = dict(record.writer)
         try:

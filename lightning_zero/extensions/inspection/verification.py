@@ -146,9 +146,9 @@ def run_checks(checks: Iterable[Check], progress: Progress) -> Verification:
 
 def _checks(path: str | os.PathLike[str], found: Found, *, sampled: bool = False) -> list[Check]:
     """What there is to check, in an order that is the same on every rank; of a sample, nothing in other formats."""
-    kind, files, name = found
+    kind, files, name = found.kind, found.files, found.name
     if kind is Kind.OWN:
-        return own_checks(Directory(files), sampled=sampled)
+        return own_checks(found.directory, sampled=sampled)
     if sampled:
         return []
     if kind is Kind.FOREIGN:

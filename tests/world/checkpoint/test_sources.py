@@ -28,7 +28,7 @@ from lightning_zero.checkpoint import (
     save_checkpoint_directory,
 )
 from lightning_zero.checkpoint.format.stored import read_slices
-from lightning_zero.checkpoint.load import read_directory, read_foreign_directory
+from lightning_zero.checkpoint.load import Directory, read_directory, read_foreign_directory
 from lightning_zero.checkpoint.storage.files import LocalFiles, read_bytes
 from lightning_zero.errors import CheckpointError
 from lightning_zero.extensions.formats.safetensors import SAFETENSORS_DTYPES, read_safetensors
@@ -296,7 +296,7 @@ def opening(tmp_path_factory: pytest.TempPathFactory) -> Opening:
     (folder / "file").mkdir()
     save_file(VALUES, folder / "file" / "w.safetensors")
     return {
-        "own": (folder / "own", read_directory),
+        "own": (folder / "own", lambda files: read_directory(Directory(files))),
         "stock": (folder / "stock", lambda files: read_foreign_directory(files, None)),
         "file": (folder / "file", lambda files: read_safetensors(files, "w.safetensors")),
     }
