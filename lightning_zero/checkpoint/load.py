@@ -24,7 +24,7 @@ from typing import IO, Any, Literal
 
 from torch import Tensor
 
-from lightning_zero.checkpoint.format.dcp import BoxItem, archives, parse_metadata
+from lightning_zero.checkpoint.format.dcp import archives, parse_metadata
 from lightning_zero.checkpoint.format.record import (
     META_FILE,
     METADATA_FILE,
@@ -334,7 +334,7 @@ def _meta_tensor(directory: Directory, reference: Any) -> Tensor:
 _OPTIMIZER = re.compile(r"optimizer_(0|[1-9][0-9]{0,8})")
 
 
-def foreign_items(files: Files) -> tuple[dict[str, BoxItem | BlobItem], int]:
+def foreign_items(files: Files) -> tuple[dict[str, TensorItem | BlobItem], int]:
     """What is in a directory of DCP, and a checksum; ``CheckpointError`` if a file is shorter than its index says."""
     items, digest = _described(files, METADATA_FILE, parse_metadata)
     ends: dict[str, int] = {}
@@ -357,7 +357,7 @@ def read_foreign_directory(files: Files, weights_only: bool | None) -> Opened:
     layout, source = _layout([item.path for item in items.values()]), Source(files)
     pairs: list[tuple[Path, Any]] = []
     for name, item in items.items():
-        if isinstance(item, BoxItem):
+        if isinstance(item, TensorItem):
             pairs.append((layout(item.path), StoredTensor(source, name, item)))
             continue
         file = open_range(files, item.file, item.offset, item.nbytes)

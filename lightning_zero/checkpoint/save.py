@@ -27,19 +27,22 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import untracked
-from lightning_zero.checkpoint.format.dcp import Box, BoxItem, StoredBox, StoredBytes, boxes, write_metadata
+from lightning_zero.checkpoint.format.dcp import boxes, write_metadata
 from lightning_zero.checkpoint.format.record import (
     META_FILE,
     META_TENSORS_FILE,
     METADATA_FILE,
     RECORD_FILE,
     BlobItem,
+    Box,
     Chunk,
     FileEntry,
     FlatShard,
     Item,
     Leaf,
     Record,
+    StoredBox,
+    StoredBytes,
     TensorItem,
     ValueItem,
     changed,
@@ -325,7 +328,7 @@ def _write_record(
         What does not come back when this is loaded in a program like this one, each with its class.
     """
     directory, (meta_file, tensors_file) = staging.path, map(staging.named, (META_FILE, META_TENSORS_FILE))
-    items, index = _items(parts, names)
+    items, archives = _items(parts, names)
     with new_file(directory / meta_file) as opened:
         file = ChecksummedFile(opened)
         file.write_archive(TorchFile(rest))
@@ -350,7 +353,7 @@ def _write_record(
         lost += [_named(path, kind) for path, kind in encoder.unsupported]
     staging.deliver(list(described))
     with new_file(directory / METADATA_FILE) as opened:
-        write_metadata(index, file := ChecksummedFile(opened))
+        write_metadata(items, archives, file := ChecksummedFile(opened))
     if not staging.suffix:  # where names are new with every save, ``.metadata`` is replaced after the record
         described[METADATA_FILE] = FileEntry(file.nbytes, file.checksum)
     files = {name: entry for part in parts for name, entry in part.files.items()} | described
@@ -374,41 +377,34 @@ def _write_record(
     return lost
 
 
-def _items(parts: Sequence[_Part], names: Sequence[str]) -> tuple[dict[str, Item], dict[str, BoxItem | BlobItem]]:
-    """What the record says of every value, and what ``.metadata`` does. Of empty containers DCP knows nothing.
+def _items(parts: Sequence[_Part], names: Sequence[str]) -> tuple[dict[str, Item], dict[str, StoredBytes]]:
+    """What the record says of every value, and where archives lie of what is no tensor, but for empty containers.
 
     ``names`` are those of rank 0, which ``parts`` count in.
     """
     owned = {key: found for part in parts for key, found in part.own.items()}
-    boxes_of: dict[str, list[tuple[StoredBox, Chunk | None]]] = {key: [] for key in owned}
+    chunks: dict[str, list[Chunk]] = {key: [] for key in owned}
+    stored: dict[str, list[StoredBox]] = {key: [] for key in owned}
     shapes = {key: tuple(leaf.value.shape) for key, (leaf, _) in owned.items() if isinstance(leaf.value, Hole)}
     for part in parts:
         file = next(iter(part.files), "")
         for number, start, numel, archive, nbytes, offset, crc32 in _ROW.iter_unpack(part.rows):
             key = (part.names or names)[number]
-            shape, chunk = shapes[key], None
+            box = Box((0,) * len(shapes[key]), shapes[key])
             if numel:
-                (box,) = boxes(shape, start, start + numel)
-                chunk = Chunk(start, numel, file, offset, None if crc32 < 0 else crc32)
-            else:
-                box = Box((0,) * len(shape), shape)
-            boxes_of[key].append((StoredBox(box, StoredBytes(file, archive, nbytes)), chunk))
+                (box,) = boxes(shapes[key], start, start + numel)
+                chunks[key].append(Chunk(start, numel, file, offset, None if crc32 < 0 else crc32))
+            stored[key].append(StoredBox(box, StoredBytes(file, archive, nbytes)))
     items: dict[str, Item] = {}
-    index: dict[str, BoxItem | BlobItem] = {}
-    for key, (leaf, archive) in owned.items():
+    for key, (leaf, _) in owned.items():
+        items[key] = leaf.value
         if key in shapes:
-            chunks = sorted(chunk for _, chunk in boxes_of[key] if chunk is not None)
             try:
-                items[key] = TensorItem(leaf.path, leaf.value.dtype, shapes[key], tuple(chunks))
+                parts_of = tuple(sorted(chunks[key])), tuple(stored[key])
+                items[key] = TensorItem(leaf.path, leaf.value.dtype, shapes[key], *parts_of)
             except ValueError as error:
                 raise ValueError(f"of '{key}', {error}") from error
-            found = tuple(box for box, _ in boxes_of[key])
-            index[key] = BoxItem(leaf.stored_path, leaf.value.dtype, shapes[key], (), found)
-            continue
-        items[key] = leaf.value
-        if archive is not None:
-            index[key] = BlobItem(leaf.stored_path, "", *archive)
-    return items, index
+    return items, {key: archive for key, (_, archive) in owned.items() if archive is not None}
 
 
 # ---------------------------------------------------------------------------------------------------------------- files

@@ -30,21 +30,24 @@ import pickle
 import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from operator import mul
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from lightning_zero.checkpoint.format.record import BlobItem, TensorItem
-from lightning_zero.checkpoint.format.typed_json import DTYPES, check_stored
+from lightning_zero.checkpoint.format.record import (
+    BlobItem,
+    Box,
+    Item,
+    StoredBox,
+    StoredBytes,
+    TensorItem,
+    stored_path,
+)
+from lightning_zero.checkpoint.format.typed_json import DTYPES
 
 __all__ = [
-    "Box",
-    "BoxItem",
-    "StoredBox",
-    "StoredBytes",
     "archives",
     "boxes",
     "linear",
@@ -53,13 +56,6 @@ __all__ = [
     "tile",
     "write_metadata",
 ]
-
-
-class Box(NamedTuple):
-    """A rectangular part of a tensor: its first element and its extent, per dimension, in elements."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
 
 
 def boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
@@ -124,34 +120,7 @@ def _side_by_side(ranges: Iterable[tuple[int, int]], size: int) -> bool:
     return end == size
 
 
-class StoredBytes(NamedTuple):
-    """A range of a file."""
-
-    file: str
-    offset: int
-    nbytes: int
-
-
-class StoredBox(NamedTuple):
-    """A box of a tensor and the ``torch.save`` archive it lies in."""
-
-    box: Box
-    archive: StoredBytes
-
-
-@dataclass(frozen=True)
-class BoxItem(TensorItem):
-    """A tensor in boxes with elements, as many as it has, or a ``ValueError``. It has no chunks."""
-
-    boxes: tuple[StoredBox, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_stored(self.dtype, self.shape)
-        if sum(math.prod(stored.box.sizes) for stored in self.boxes) != math.prod(self.shape):
-            raise ValueError(f"elements of shape {self.shape} are stored nowhere or twice")
-
-
-def archives(items: Mapping[str, BoxItem | BlobItem]) -> Iterator[tuple[str, StoredBytes]]:
+def archives(items: Mapping[str, TensorItem | BlobItem]) -> Iterator[tuple[str, StoredBytes]]:
     """The name of every box and value, and where its archive lies."""
     for name, item in items.items():
         if isinstance(item, BlobItem):
@@ -170,7 +139,7 @@ _KNOWN |= {(_METADATA, name) for name in ("TensorStorageMetadata", "BytesStorage
 _KNOWN |= {_ENCODING := (_METADATA, "_MEM_FORMAT_ENCODING")}
 
 
-def parse_metadata(data: bytes) -> dict[str, BoxItem | BlobItem]:
+def parse_metadata(data: bytes) -> dict[str, TensorItem | BlobItem]:
     """What is in the directory, by DCP name: tensors, and the archives of other values, of a type that nobody knows.
 
     Reads and checks the content of ``.metadata``: see [Note: A pickle that calls nothing]. ``ValueError`` with the
@@ -221,7 +190,7 @@ class _Unpickler(pickle._Unpickler):  # in Python: a damaged number in a file do
         return kind(name) if kind is self._known[_ENCODING] else self.find_class("builtins", "getattr of another class")
 
 
-def _index(loaded: Any) -> dict[str, BoxItem | BlobItem]:
+def _index(loaded: Any) -> dict[str, TensorItem | BlobItem]:
     if type(loaded).__name__ != "Metadata":
         raise _Refused(f"it holds a {type(loaded).__name__}")
     places: dict[Any, StoredBytes] = {}
@@ -234,7 +203,7 @@ def _index(loaded: Any) -> dict[str, BoxItem | BlobItem]:
             raise _Refused(f"'{key.fqn}' lies in the file {info.relative_path!r}, which is not a plain file name")
         place = StoredBytes(info.relative_path, *_sizes((info.offset, info.length)))
         places[key.fqn, getattr(key, "offset", None)] = place  # no offset: of a value
-    items: dict[str, BoxItem | BlobItem] = {}
+    items: dict[str, TensorItem | BlobItem] = {}
     entries, paths = loaded.state_dict_metadata, getattr(loaded, "planner_data", None) or {}
     for name in dict.fromkeys([*(name for name in paths if name in entries), *entries.keys()]):
         path, entry = paths.get(name, (name,)), entries[name]
@@ -247,7 +216,7 @@ def _index(loaded: Any) -> dict[str, BoxItem | BlobItem]:
     return items
 
 
-def _tensor(name: str, path: tuple[Any, ...], entry: Any, places: Mapping[Any, StoredBytes]) -> BoxItem:
+def _tensor(name: str, path: tuple[Any, ...], entry: Any, places: Mapping[Any, StoredBytes]) -> TensorItem:
     shape, dtype, layout = _sizes(entry.size), entry.properties.dtype, entry.properties.layout
     if not isinstance(dtype, torch.dtype) or layout.arguments != ("torch.strided",):
         raise _Refused(f"'{name}' is not a plain tensor: {reprlib.repr((dtype, layout.arguments))}")
@@ -264,7 +233,7 @@ def _tensor(name: str, path: tuple[Any, ...], entry: Any, places: Mapping[Any, S
             raise _Refused(f"of '{name}', {box} claims {held}")
         parts.append(StoredBox(box, place))
     try:
-        item = BoxItem(path, dtype, shape, (), tuple(parts))
+        item = TensorItem(path, dtype, shape, boxes=tuple(parts))
         if not tile(shape, [stored.box for stored in parts]):  # what nobody wrote would be any memory
             raise ValueError(f"elements of shape {shape} are stored nowhere or twice")
         return item
@@ -281,10 +250,10 @@ def _sizes(value: Any) -> tuple[int, ...]:
 # -------------------------------------------------------------------------------------------------------------- writing
 
 
-def write_metadata(items: Mapping[str, BoxItem | BlobItem], file: Any) -> None:
+def write_metadata(items: Mapping[str, Item], archives: Mapping[str, StoredBytes], file: Any) -> None:
     """Write the content of ``.metadata``, for the readers of stock directories, to a file: what has a method ``write``.
 
-    In small pieces, between which other threads get their turn.
+    In small pieces, between which other threads get their turn. ``archives`` are those of the values that DCP knows.
     """
     # Takes longer to import than this package, and many trainings save nothing.
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # private: 2.11 to 2.15
@@ -300,13 +269,13 @@ def write_metadata(items: Mapping[str, BoxItem | BlobItem], file: Any) -> None:
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for name, item in items.items():
-        if isinstance(item, BlobItem):
+        if isinstance(item, TensorItem):
+            chunks = []
+            for number, (box, archive) in enumerate(item.boxes):
+                chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
+                places[MetadataIndex(name, box.offsets, number)] = _StorageInfo(*archive)
+            entries[name] = TensorStorageMetadata(TensorProperties(dtype=item.dtype), torch.Size(item.shape), chunks)
+        elif name in archives:
             entries[name] = BytesStorageMetadata()
-            places[MetadataIndex(name)] = _StorageInfo(item.file, item.offset, item.nbytes)
-            continue
-        chunks = []
-        for number, (box, archive) in enumerate(item.boxes):
-            chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
-            places[MetadataIndex(name, box.offsets, number)] = _StorageInfo(*archive)
-        entries[name] = TensorStorageMetadata(TensorProperties(dtype=item.dtype), torch.Size(item.shape), chunks)
-    pickle.Pickler(file).dump(Metadata(entries, {name: item.path for name, item in items.items()}, places))
+            places[MetadataIndex(name)] = _StorageInfo(*archives[name])
+    pickle.Pickler(file).dump(Metadata(entries, {name: stored_path(items[name].path) for name in entries}, places))

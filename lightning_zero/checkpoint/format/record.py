@@ -63,6 +63,7 @@ from lightning_zero.offload.host import OffloadedTensor
 __all__ = [
     "RECORD_FILE",
     "BlobItem",
+    "Box",
     "Chunk",
     "FileEntry",
     "FlatShard",
@@ -71,6 +72,8 @@ __all__ = [
     "Leaf",
     "Opened",
     "Record",
+    "StoredBox",
+    "StoredBytes",
     "TensorItem",
     "ValueItem",
     "changed",
@@ -78,6 +81,7 @@ __all__ = [
     "memory_identity",
     "put_together",
     "split",
+    "stored_path",
     "tensors_in",
 ]
 
@@ -105,6 +109,28 @@ class Chunk(NamedTuple):
     crc32: int | None
 
 
+class Box(NamedTuple):
+    """A rectangular part of a tensor: its first element and its extent, per dimension, in elements."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class StoredBytes(NamedTuple):
+    """A range of a file."""
+
+    file: str
+    offset: int
+    nbytes: int
+
+
+class StoredBox(NamedTuple):
+    """A box of a tensor and the ``torch.save`` archive it lies in."""
+
+    box: Box
+    archive: StoredBytes
+
+
 class FileEntry(NamedTuple):
     """Size in bytes and checksum; ``None`` where it was not computed."""
 
@@ -114,16 +140,20 @@ class FileEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorItem:
-    """A tensor; its chunks are sorted and tile the flattened elements exactly, or a ``ValueError``."""
+    """A tensor; its chunks are sorted and tile the flattened elements exactly, or a ``ValueError``.
+
+    For other readers it is in boxes. In a stock directory there are no chunks, and the boxes have all elements.
+    """
 
     path: tuple[Any, ...]
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[Chunk, ...] = ()
+    boxes: tuple[StoredBox, ...] = ()
 
     def __post_init__(self) -> None:
         check_stored(self.dtype, self.shape)
-        end = 0
+        end = 0 if self.chunks else sum(math.prod(stored.box.sizes) for stored in self.boxes)
         for chunk in self.chunks:
             if chunk.start != end or chunk.numel <= 0:
                 raise ValueError(f"elements {end} to {chunk.start} are stored nowhere or twice")
@@ -373,22 +403,21 @@ class Leaf(NamedTuple):
     value: Any  # a FlatShard, a tensor, an empty dictionary, or any other value, such as a Counter
 
     @property
-    def stored_path(self) -> tuple[str | int, ...]:
-        """In the DCP directory, where ``optimizer_states[i]`` is called ``optimizer_{i}``."""
-        path = self.path
-        if path[0] == "optimizer_states" and len(path) > 1 and type(path[1]) is Index:
-            path = (sys.intern(f"optimizer_{path[1]}"), *path[2:])  # one object, which a pickle holds once
-        return tuple(int(part) if type(part) is Index else str(part) for part in path)
-
-    @property
     def key(self) -> str:
         """The DCP name."""
-        return ".".join(map(str, self.stored_path))
+        return ".".join(map(str, stored_path(self.path)))
 
     @property
     def is_container(self) -> bool:
         """Whether it is an empty dictionary: of it DCP knows nothing, only our own record does."""
         return isinstance(self.value, Mapping) and not _is_whole(self.value)
+
+
+def stored_path(path: tuple[Any, ...]) -> tuple[str | int, ...]:
+    """In the DCP directory, where ``optimizer_states[i]`` is called ``optimizer_{i}``."""
+    if path[0] == "optimizer_states" and len(path) > 1 and type(path[1]) is Index:
+        path = (sys.intern(f"optimizer_{path[1]}"), *path[2:])  # one object, which a pickle holds once
+    return tuple(int(part) if type(part) is Index else str(part) for part in path)
 
 
 class Opened(NamedTuple):

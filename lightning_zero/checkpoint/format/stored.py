@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import make_wrapper_subclass, tree_map_only, untracked
-from lightning_zero.checkpoint.format.dcp import BoxItem, StoredBox, boxes, linear, overlap
-from lightning_zero.checkpoint.format.record import FlatShard, TensorItem
+from lightning_zero.checkpoint.format.dcp import boxes, linear, overlap
+from lightning_zero.checkpoint.format.record import FlatShard, StoredBox, TensorItem
 from lightning_zero.checkpoint.format.torch_file import load_torch
 from lightning_zero.checkpoint.storage.files import PIECE_NBYTES, Files, memory_nbytes, open_range
 from lightning_zero.errors import CheckpointError
@@ -204,9 +204,11 @@ class Source:
             if first < last:
                 offset = chunk.offset + (first - chunk.start) * item.dtype.itemsize
                 self._read(chunk.file, offset, item.dtype, destination[first - start : last - start])
-        wanted = boxes(item.shape, start, end) if isinstance(item, BoxItem) else []
+        if item.chunks:
+            return
+        wanted = boxes(item.shape, start, end)
         strides = [math.prod(item.shape[dim + 1 :]) * destination.stride(0) for dim in range(len(item.shape))]
-        for stored in item.boxes if isinstance(item, BoxItem) else ():
+        for stored in item.boxes:
             for common in filter(None, (overlap(box, stored.box) for box in wanted)):
                 part = self._load(key, item.dtype, stored)
                 for dim, (offset, size) in enumerate(zip(common.offsets, common.sizes, strict=True)):

@@ -26,8 +26,8 @@ from functools import partial
 from io import BufferedReader
 from typing import NamedTuple
 
-from lightning_zero.checkpoint.format.dcp import StoredBytes, archives
-from lightning_zero.checkpoint.format.record import META_FILE, METADATA_FILE, TensorItem
+from lightning_zero.checkpoint.format.dcp import archives
+from lightning_zero.checkpoint.format.record import META_FILE, METADATA_FILE, StoredBytes, TensorItem
 from lightning_zero.checkpoint.format.torch_file import ZIP, archive_entries
 from lightning_zero.checkpoint.load import Directory, Found, Kind, find_checkpoint, foreign_items, read_checkpoint
 from lightning_zero.checkpoint.save import LARGE_NBYTES, combine
