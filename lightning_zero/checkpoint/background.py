@@ -256,7 +256,7 @@ class Snapshots:
                     flat.set_(storage, 0, (elements.numel(),), (1,))
                     flat.copy_(elements.view(-1), non_blocking=True)
                 if isinstance(tensor, FlatShard):
-                    copied[key] = FlatShard(flat, tensor.shape, tensor.start)
+                    copied[key] = tensor.with_elements(flat)
                 elif isinstance(tensor, torch.nn.Parameter):
                     copied[key] = torch.nn.Parameter(flat.view(tensor.shape), requires_grad=tensor.requires_grad)
                 else:

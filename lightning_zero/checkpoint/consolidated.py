@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from lightning_zero.checkpoint.format.dcp import part_boxes, runs
 from lightning_zero.checkpoint.format.record import FlatShard, Leaf, memory_identity, put_together
 from lightning_zero.checkpoint.format.stored import StoredTensor
 from lightning_zero.checkpoint.format.torch_file import Hole, Place, TorchFile
@@ -115,7 +116,7 @@ def save_consolidated_file(
                 if stored not in leaves or _identity(value) != _identity(leaves[stored].value):
                     raise ValueError(f"'{key}' and '{stored}' are the same memory on other ranks, but not here")
                 if stored == key:
-                    yield key, value.start * value.dtype.itemsize, value.local
+                    yield from ((key, start * value.dtype.itemsize, part) for start, part in _runs(value))
             elif key in own and is_plain(value) and control.rank != 0:
                 yield key, 0, value
         for layout, _ in made:
@@ -214,10 +215,22 @@ def _tied(leaves: Mapping[str, Leaf]) -> list[list[str]]:
     return [keys for keys in groups.values() if len(keys) > 1]
 
 
+def _runs(shard: FlatShard) -> Iterator[tuple[int, Tensor]]:
+    """A shard in parts that follow one another in the whole tensor, each with its place there."""
+    if shard.cut is None:
+        yield shard.start, shard.local
+        return
+    end = 0
+    for box in part_boxes(shard.shape, shard.cut, shard.start, shard.start + shard.local.numel()):
+        for start, numel in runs(shard.shape, box):
+            yield start, shard.local[end : end + numel]
+            end += numel
+
+
 def _identity(shard: FlatShard) -> Any:
     if not shard.local.numel():
         return shard.dtype, shard.shape
-    return memory_identity(shard.local), shard.shape, shard.start
+    return memory_identity(shard.local), shard.shape, shard.start, shard.cut
 
 
 def _with_indices(content: dict[str, Any]) -> dict[str, Any]:

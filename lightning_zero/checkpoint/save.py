@@ -21,13 +21,13 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NamedTuple
+from typing import IO, Any, BinaryIO, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from lightning_zero._torch import untracked
-from lightning_zero.checkpoint.format.dcp import boxes, write_metadata
+from lightning_zero.checkpoint.format.dcp import part_boxes, write_metadata
 from lightning_zero.checkpoint.format.record import (
     META_FILE,
     META_TENSORS_FILE,
@@ -41,6 +41,7 @@ from lightning_zero.checkpoint.format.record import (
     Item,
     Leaf,
     Record,
+    Split,
     StoredBox,
     StoredBytes,
     TensorItem,
@@ -197,7 +198,7 @@ def _once(leaves: Mapping[str, Leaf], control: ControlGroup) -> Iterator[tuple[s
         if groups > 1 and isinstance(shard := leaf.value, FlatShard) and shard.local.numel():
             name = first.setdefault(memory_identity(shard.local), key)
             if leaf.path[0] != SUMMARY_KEY and zlib.crc32(name.encode()) % groups != mine:
-                leaf = leaf._replace(value=FlatShard(shard.local[:0], shard.shape, 0))
+                leaf = leaf._replace(value=shard.with_elements(shard.local[:0]))
         yield key, leaf
 
 
@@ -257,11 +258,12 @@ def _write_part(staging: Staging, rank: int, divided: Divided) -> _Part:
                 part.own[key] = _write_value(file, path.name, leaf, part.lost)
                 continue
             ahead: Tensor = value.local if is_shard else value.detach()
-            shape, place = tuple(value.shape), value.start if is_shard else 0
+            shape, place, cut = tuple(value.shape), value.start if is_shard else 0, value.cut if is_shard else None
             if key in divided.own:
-                part.own[key] = leaf._replace(value=Hole(None, value.dtype, shape)), None
+                part.own[key] = leaf._replace(value=Hole(cut, value.dtype, shape)), None
             # One box also without elements, so that DCP knows the tensor.
-            found = boxes(shape, place, place + ahead.numel()) if value.numel() else [Box((0,) * len(shape), shape)]
+            end = place + ahead.numel()
+            found = part_boxes(shape, cut, place, end) if value.numel() else [Box((0,) * len(shape), shape)]
             for box in found:
                 numel = math.prod(box.sizes)
                 elements, ahead = (ahead[:numel], ahead[numel:]) if len(found) > 1 else (ahead, ahead)
@@ -385,26 +387,33 @@ def _items(parts: Sequence[_Part], names: Sequence[str]) -> tuple[dict[str, Item
     owned = {key: found for part in parts for key, found in part.own.items()}
     chunks: dict[str, list[Chunk]] = {key: [] for key in owned}
     stored: dict[str, list[StoredBox]] = {key: [] for key in owned}
-    shapes = {key: tuple(leaf.value.shape) for key, (leaf, _) in owned.items() if isinstance(leaf.value, Hole)}
+    holes: dict[str, Hole] = {key: leaf.value for key, (leaf, _) in owned.items() if isinstance(leaf.value, Hole)}
     for part in parts:
         file = next(iter(part.files), "")
         for number, start, numel, archive, nbytes, offset, crc32 in _ROW.iter_unpack(part.rows):
             key = (part.names or names)[number]
-            box = Box((0,) * len(shapes[key]), shapes[key])
+            shape, split = _cut(holes[key])
+            box = Box((0,) * len(shape), shape)
             if numel:
-                (box,) = boxes(shapes[key], start, start + numel)
+                (box,) = part_boxes(shape, split, start, start + numel)
                 chunks[key].append(Chunk(start, numel, file, offset, None if crc32 < 0 else crc32))
             stored[key].append(StoredBox(box, StoredBytes(file, archive, nbytes)))
     items: dict[str, Item] = {}
     for key, (leaf, _) in owned.items():
         items[key] = leaf.value
-        if key in shapes:
+        if hole := holes.get(key):
+            shape, split = _cut(hole)
             try:
                 parts_of = tuple(sorted(chunks[key])), tuple(stored[key])
-                items[key] = TensorItem(leaf.path, leaf.value.dtype, shapes[key], *parts_of)
+                items[key] = TensorItem(leaf.path, hole.dtype, shape, *parts_of, split)
             except ValueError as error:
                 raise ValueError(f"of '{key}', {error}") from error
     return items, {key: archive for key, (_, archive) in owned.items() if archive is not None}
+
+
+def _cut(hole: Hole) -> tuple[tuple[int, ...], Split | None]:
+    """The shape that a hole stands for, and how that is split, which is its key here."""
+    return tuple(hole.shape), cast("Split | None", hole.key)
 
 
 # ---------------------------------------------------------------------------------------------------------------- files
@@ -557,9 +566,14 @@ def _pieces(tensor: Tensor) -> Iterator[tuple[Tensor, int | None]]:
         return
     with untracked():
         buffer = torch.empty(min(step, tensor.numel()), dtype=tensor.dtype)
+    if tensor._item.split is not None:  # part after part first, for the checksums: not in the order of the elements
+        parts = replace(tensor._item, shape=(tensor.numel(),), split=None)
+        for _ in _pieces(StoredTensor(tensor._source, tensor.key, parts)):
+            pass
     # Pieces that do not cross the border of a chunk, because a checksum is that of a chunk.
     whole = Chunk(0, tensor.numel(), "", 0, None)
-    for chunk in tensor._item.chunks or ([whole] if tensor.numel() else []):
+    chunks = () if tensor._item.split is not None else tensor._item.chunks
+    for chunk in chunks or ([whole] if tensor.numel() else []):
         crc32, end = 0, chunk.start + chunk.numel
         for begin in range(chunk.start, end, step):
             elements = buffer[: min(step, end - begin)]

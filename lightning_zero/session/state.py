@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import warnings
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_zero._torch import no_torch_function, tree_map_only, without_swaps
 from lightning_zero.checkpoint import FlatShard, StoredTensor, open_checkpoint
+from lightning_zero.checkpoint.format.record import Split
 from lightning_zero.checkpoint.format.stored import read_slices
 from lightning_zero.comm import ControlGroup
 from lightning_zero.engine import Slice, ZeroEngine
@@ -26,6 +28,7 @@ from lightning_zero.offload import in_memory
 from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.optim.state import copied
 from lightning_zero.optim.whole import WholeState
+from lightning_zero.plan import ParameterSpec, Part
 from lightning_zero.registry import extension, installed
 
 __all__ = [
@@ -34,8 +37,10 @@ __all__ = [
     "OptimizerState",
     "adapters_in",
     "cut_anew",
+    "flat_shard",
     "left_out_of",
     "load_initial_weights",
+    "local_part",
     "read_into_memory",
     "renamed",
     "under_names_of",
@@ -61,7 +66,7 @@ class ModuleState:
             name = self._engine.names.get(value) if isinstance(value, nn.Parameter) else None
             if name is not None:
                 shard = self._engine.shards[name]
-                value = flat_shard(shard, shard.data)
+                value = flat_shard(shard.data, shard.spec, shard.start)
             elif isinstance(value, Tensor):
                 value = value.detach()
             state[unwrapped(key)] = value
@@ -125,7 +130,8 @@ class ModuleState:
         for key, value in state.items():
             target_key, target = own.get(key, (key, None))
             sharded = isinstance(target, nn.Parameter) and target in self._engine.names
-            prepared[target_key] = value if key not in own or sharded else _read(value)
+            part = getattr(target, "tensor_part", None)
+            prepared[target_key] = local_part(value, part) if key not in own or sharded else _read(value)
         return prepared
 
     def _noted_copies(
@@ -280,6 +286,9 @@ def _what_fits(
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
+    if (part := getattr(value, "tensor_part", None)) is not None:
+        whole: tuple[int, ...] = part.shape
+        return whole
     return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
@@ -333,7 +342,7 @@ class OptimizerState:
                     f"`del optimizer.state[parameter]`."
                 )
             shard = entries[name]
-            wrapped = {key: flat_shard(shard, part) for key, part in parts.slices.items()}
+            wrapped = {key: flat_shard(part, shard.spec, shard.start) for key, part in parts.slices.items()}
             state[self._names[entries[name]]] = {**parts.values, **wrapped}
         groups = [
             {**{k: v for k, v in group.items() if k != "params"}, "params": [self._names[entry] for entry in members]}
@@ -359,7 +368,7 @@ class OptimizerState:
         unfit: list[str] = []
         for key, values in saved["state"].items():
             entry = entries.get(rename(key))
-            shape = () if entry is None else tuple(entry.spec.shape)
+            shape = () if entry is None else entry.spec.whole_shape
             shapes = {k: tuple(v.shape) for k, v in values.items() if isinstance(v, Tensor) and v.dim()}
             wrong = [k for k in shapes if self._optimizer.rule == "elementwise" and shapes[k] != shape]
             if entry is not None and wrong:
@@ -439,6 +448,7 @@ class OptimizerState:
             if not isinstance(value, Tensor):
                 into.values[key] = tree_map_only(Tensor, lambda part: copied(_read(part)).to(data.device), value)
                 continue
+            value = local_part(value, entry.spec.part)
             as_weight = key != "step" and isinstance(weight, Tensor) and value.dtype == weight.dtype
             dtype = data.dtype if as_weight and value.is_floating_point() else value.dtype
             if self._optimizer.slices_state(entry, key, value.shape):
@@ -478,11 +488,27 @@ def cut_anew(state: Mapping[str, WholeState], former: ZeroEngine, engine: ZeroEn
     return found
 
 
-def flat_shard(one: Slice, part: Tensor) -> FlatShard:
-    """What a checkpoint has of a tensor like a parameter, of which ``part`` is here. Of equal parts it takes one."""
-    if one.spec.is_split:
-        raise CheckpointError(f"'{one.name}' is split by tensor parallelism: no checkpoint can hold it yet.")
-    return FlatShard(part if one.spec.counted else part[:0], one.spec.shape, one.start)
+def flat_shard(elements: Tensor, spec: ParameterSpec, start: int) -> FlatShard:
+    """What a checkpoint has of a tensor like a parameter, whose elements from ``start`` on are here.
+
+    Where all ranks of a tensor group have the same, the first one's are saved.
+    """
+    part = spec.part
+    if part is None or part.dim is None:
+        return FlatShard(elements if spec.counted else elements[:0], spec.shape, start)
+    return FlatShard(elements, part.shape, part.rank * spec.numel + start, Split(part.dim, part.ranks))
+
+
+def local_part(value: Any, part: Part | None) -> Any:
+    """Of a stored tensor of the whole shape, what is this rank's by tensor parallelism; anything else as it is."""
+    if part is None or part.dim is None or not isinstance(value, Tensor) or tuple(value.shape) != part.shape:
+        return value
+    size = part.shape[part.dim] // part.ranks
+    if isinstance(value, FlatShard):  # of this rank already
+        shape = [size if dim == part.dim else length for dim, length in enumerate(part.shape)]
+        return FlatShard(value.local, shape, value.start - part.rank * math.prod(shape))
+    cut = value.part if isinstance(value, StoredTensor) else value.narrow
+    return cut(part.dim, part.start, size)
 
 
 def _read(value: Any) -> Any:

@@ -22,7 +22,6 @@ from itertools import chain, repeat
 from typing import Any
 from weakref import WeakSet
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
@@ -40,13 +39,12 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint import FlatShard
 from lightning_zero.checkpoint.format.stored import read_slices
 from lightning_zero.config import CheckpointPolicy
 from lightning_zero.debug import full_parameters
 from lightning_zero.errors import ParameterAccessError, ZeroError, add_note, some
 from lightning_zero.session.session import ZeroSession
-from lightning_zero.session.state import unwrapped
+from lightning_zero.session.state import flat_shard, local_part, unwrapped
 from lightning_zero.shards.binding import is_absent
 
 __all__ = [
@@ -351,8 +349,8 @@ class _Masters:
 
 
 def _slice(average: nn.Module, session: ZeroSession, module: nn.Module, prefix: str) -> None:
-    """Let the parameters of a callback's copy be slices of the module's values, for good: whole shape and first element
-    are in ``zero_part``. The Trainer may save it after the fit."""
+    """Let the parameters of a callback's copy be slices of the module's values, for good: what they are of, and the
+    first element, are in ``zero_part``. The Trainer may save it after the fit."""
     engine, copies = session.engine, dict[nn.Parameter, nn.Parameter]()
     for name, parameter in module.named_parameters(remove_duplicate=False):
         owner, _, key = f"{prefix}{name}".rpartition(".")
@@ -362,7 +360,7 @@ def _slice(average: nn.Module, session: ZeroSession, module: nn.Module, prefix: 
                 one, like = engine.shards[engine.names[parameter]], place[key]
                 values = one.read().detach().to(like.device, like.dtype, copy=True)
                 copies[parameter] = nn.Parameter(values, requires_grad=False)
-                vars(copies[parameter])["zero_part"] = (torch.Size(one.spec.shape), one.start)
+                vars(copies[parameter])["zero_part"] = one.spec, one.start
             place[key] = copies[parameter]
     vars(average)["state_dict"] = partial(_saved, average)
 
@@ -373,7 +371,7 @@ def _saved(copy: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
     for key, value in type(copy).state_dict(copy, *args, **{**kwargs, "keep_vars": True}).items():
         if isinstance(value, Tensor):
             part = getattr(value, "zero_part", None)
-            value = FlatShard(value.detach(), *part) if part else value.detach()
+            value = flat_shard(value.detach(), *part) if part else value.detach()
         state[unwrapped(key)] = value
     return state
 
@@ -389,9 +387,9 @@ def _fitted(copy: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in state.items():
         name, target = own.get(unwrapped(key), (key, None))
         part = getattr(target, "zero_part", None)
-        if target is not None and part and value.shape == part[0]:
+        if target is not None and part and tuple(value.shape) == part[0].whole_shape:
             values = target.detach().clone()
-            read_slices([(value, part[1], values)])
+            read_slices([(local_part(value, part[0].part), part[1], values)])
             value = values
         fitted[name] = value
     return fitted

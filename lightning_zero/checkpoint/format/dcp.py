@@ -31,6 +31,7 @@ import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import product
 from operator import mul
 from typing import Any
 
@@ -40,6 +41,7 @@ from lightning_zero.checkpoint.format.record import (
     BlobItem,
     Box,
     Item,
+    Split,
     StoredBox,
     StoredBytes,
     TensorItem,
@@ -53,6 +55,8 @@ __all__ = [
     "linear",
     "overlap",
     "parse_metadata",
+    "part_boxes",
+    "runs",
     "tile",
     "write_metadata",
 ]
@@ -76,6 +80,28 @@ def boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
         found.append(Box(offsets, (*(1,) * dim, count, *shape[dim + 1 :])))
         start += count * row
     return found if shape or start >= end else [Box((), ())]
+
+
+def part_boxes(shape: Sequence[int], split: Split | None, start: int, end: int) -> list[Box]:
+    """``boxes``, of a range of one of the parts that a tensor is ``split`` into: see ``record.Split``."""
+    if split is None or start >= end:
+        return boxes(shape, start, end)
+    dim, parts = split
+    numel, size = math.prod(shape) // parts, shape[dim] // parts
+    number = start // numel
+    found = boxes((*shape[:dim], size, *shape[dim + 1 :]), start - number * numel, end - number * numel)
+    return [Box((*at[:dim], at[dim] + number * size, *at[dim + 1 :]), sizes) for at, sizes in found]
+
+
+def runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
+    """Where elements of a box follow one another in the flattened tensor: first ones, and how many, in its order."""
+    dim = len(shape)
+    while dim and box.sizes[dim - 1] == shape[dim - 1]:
+        dim -= 1
+    outer = max(dim - 1, 0)
+    ranges = [range(at, at + size) for at, size in zip(box.offsets[:outer], box.sizes[:outer], strict=True)]
+    for places in product(*ranges):
+        yield linear(shape, (*places, *box.offsets[outer:])), math.prod(box.sizes[outer:])
 
 
 @lru_cache(maxsize=1024)

@@ -23,13 +23,16 @@ content:
     files    name -> [size in bytes, crc32 or null]; zero.json itself excluded
     items    DCP name -> what is stored under it, one of
                {"path", "dtype", "shape", "chunks": [[start, numel, file, offset, crc32 or null], ...]}
+               {"path", "dtype", "shape", "split": [dim, parts], "parts": chunks}
                {"path", "value": typed JSON}
                {"path", "type", "blob": [file, offset, nbytes]}     a torch.save archive of anything else
     meta     typed JSON of the rest of the checkpoint dictionary
 
 A chunk is a range of the flattened tensor (elements) that lies uncompressed at a byte offset of a file: every box of
-a flat slice is one. ``file`` counts in the order of ``files``. A path is the way from the checkpoint dictionary to
-the value: strings are keys, numbers are places in a list, ``{"key": typed JSON}`` are other keys.
+a flat slice is one. A tensor that was split by tensor parallelism lies part after part: the chunks of the first part of
+dimension ``dim``, flattened, then those of the second. ``file`` counts in the order of ``files``. A path is the way
+from the checkpoint dictionary to the value: strings are keys, numbers are places in a list, ``{"key": typed JSON}`` are
+other keys.
 """
 
 from __future__ import annotations
@@ -72,6 +75,7 @@ __all__ = [
     "Leaf",
     "Opened",
     "Record",
+    "Split",
     "StoredBox",
     "StoredBytes",
     "TensorItem",
@@ -131,6 +135,13 @@ class StoredBox(NamedTuple):
     archive: StoredBytes
 
 
+class Split(NamedTuple):
+    """How the elements of a tensor are stored: in equal parts of a dimension, flattened part after part."""
+
+    dim: int
+    parts: int
+
+
 class FileEntry(NamedTuple):
     """Size in bytes and checksum; ``None`` where it was not computed."""
 
@@ -143,6 +154,7 @@ class TensorItem:
     """A tensor; its chunks are sorted and tile the flattened elements exactly, or a ``ValueError``.
 
     For other readers it is in boxes. In a stock directory there are no chunks, and the boxes have all elements.
+    With ``split``, places count in the order of the parts, and a chunk is of one part.
     """
 
     path: tuple[Any, ...]
@@ -150,16 +162,25 @@ class TensorItem:
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...] = ()
     boxes: tuple[StoredBox, ...] = ()
+    split: Split | None = None
 
     def __post_init__(self) -> None:
         check_stored(self.dtype, self.shape)
+        numel = math.prod(self.shape)
+        if self.split is not None:
+            dim, parts = self.split
+            if not (dim < len(self.shape) and parts and self.shape[dim] % parts == 0):
+                raise ValueError(f"shape {self.shape} has no {parts} equal parts in dimension {dim}")
+            size = max(numel // parts, 1)
+            if any(chunk.start // size != (chunk.start + chunk.numel - 1) // size for chunk in self.chunks):
+                raise ValueError(f"a chunk is of two of the {parts} parts")
         end = 0 if self.chunks else sum(math.prod(stored.box.sizes) for stored in self.boxes)
         for chunk in self.chunks:
             if chunk.start != end or chunk.numel <= 0:
                 raise ValueError(f"elements {end} to {chunk.start} are stored nowhere or twice")
             end += chunk.numel
-        if end != math.prod(self.shape):
-            raise ValueError(f"{end} of the {math.prod(self.shape)} elements of shape {self.shape} are stored")
+        if end != numel:
+            raise ValueError(f"{end} of the {numel} elements of shape {self.shape} are stored")
 
 
 @dataclass(frozen=True)
@@ -286,7 +307,10 @@ def _item_to_json(item: Item, numbers: Mapping[str, int]) -> dict[str, Any]:
     if isinstance(item, BlobItem):
         return {"path": path, "type": item.type, "blob": [numbers[item.file], item.offset, item.nbytes]}
     chunks = [[c.start, c.numel, numbers[c.file], c.offset, c.crc32] for c in item.chunks]
-    return {"path": path, "dtype": dtype_name(item.dtype), "shape": list(item.shape), "chunks": chunks}
+    described = {"path": path, "dtype": dtype_name(item.dtype), "shape": list(item.shape)}
+    if item.split is not None:  # under another name: readers that know of no parts must not take it for a whole
+        return {**described, "split": list(item.split), "parts": chunks}
+    return {**described, "chunks": chunks}
 
 
 def _item_from_json(item: Mapping[str, Any], names: list[str]) -> Item:
@@ -305,9 +329,10 @@ def _item_from_json(item: Mapping[str, Any], names: list[str]) -> Item:
     try:
         chunks = [
             Chunk(start, numel, names[number], offset, crc32)
-            for start, numel, number, offset, crc32 in map(_numbers, item["chunks"])
+            for start, numel, number, offset, crc32 in map(_numbers, item["parts" if "split" in item else "chunks"])
         ]
-        return TensorItem(path, DTYPES[item["dtype"]], tuple(item["shape"]), tuple(chunks))
+        split = Split(*_numbers(item["split"])) if "split" in item else None
+        return TensorItem(path, DTYPES[item["dtype"]], tuple(item["shape"]), tuple(chunks), split=split)
     except ValueError as error:
         raise ValueError(f"of the tensor at {reprlib.repr(path)}, {error}") from error
 
@@ -333,6 +358,7 @@ class FlatShard(Tensor):
         local: 1-D and contiguous: this rank's elements, possibly none, kept by reference. They may be in a file.
         shape: the full shape.
         start: the place of ``local[0]`` in the flattened parameter. Meaningless, but in bounds, if ``local`` is empty.
+        cut: into parts of which this is in one: ``start`` then counts in their order.
 
     Raises:
         ValueError: if ``local`` is not such a range.
@@ -340,9 +366,10 @@ class FlatShard(Tensor):
 
     local: Tensor
     start: int
+    cut: Split | None
 
     @staticmethod
-    def __new__(cls, local: Tensor, shape: Sequence[int], start: int) -> FlatShard:
+    def __new__(cls, local: Tensor, shape: Sequence[int], start: int, cut: Split | None = None) -> FlatShard:
         end = start + local.numel()
         if local.dim() != 1 or not local.is_contiguous() or start < 0 or end > math.prod(shape):
             raise ValueError(
@@ -350,8 +377,12 @@ class FlatShard(Tensor):
                 f"of a tensor of shape {tuple(shape)}, is none."
             )
         shard: FlatShard = make_wrapper_subclass(cls, torch.Size(shape), dtype=local.dtype, device=local.device)
-        shard.local, shard.start = local.detach(), int(start)
+        shard.local, shard.start, shard.cut = local.detach(), int(start), cut
         return shard
+
+    def with_elements(self, local: Tensor) -> FlatShard:
+        """The same range of another tensor: as many elements, or none."""
+        return FlatShard(local, self.shape, self.start if local.numel() else 0, self.cut)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -360,17 +391,17 @@ class FlatShard(Tensor):
         """Detach, clone and cast work on the slice; everything else would need elements of other ranks."""
         aten, shard = torch.ops.aten, args[0]
         if func in (aten.detach.default, aten.alias.default):
-            return FlatShard(shard.local, shard.shape, shard.start)
+            return shard.with_elements(shard.local)
         if func in (aten.clone.default, aten._to_copy.default):
             options = {name: value for name, value in (kwargs or {}).items() if name != "memory_format"}
-            return FlatShard(func(shard.local, **options), shard.shape, shard.start)
+            return shard.with_elements(func(shard.local, **options))
         raise RuntimeError(  # not TypeError, of which Python's operators make a message of their own
             f"{func} needs whole parameters, but a checkpoint holds only this rank's part of each. Compute with "
             "`lightning_zero.full_parameters` around the module, or with the saved checkpoint."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:
-        memo[id(self)] = copied = FlatShard(self.local.clone(), self.shape, self.start)
+        memo[id(self)] = copied = self.with_elements(self.local.clone())
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -532,6 +563,8 @@ def describe(leaves: Mapping[str, Leaf]) -> dict[str, tuple[Any, ...]]:
         if hasattr(value, "__create_write_items__") and not sharded:
             raise ValueError(f"'{key}' is a {type_name(value)}, sharded by something else than this strategy")
         found[key] = ("shard" if sharded else "tensor", str(value.dtype), tuple(value.shape))
+        if isinstance(value, FlatShard) and value.cut is not None:
+            found[key] += (f"in {value.cut.parts} parts of dimension {value.cut.dim}",)
     return found
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from operator import add, sub
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_zero._torch import make_wrapper_subclass, tree_map_only, untracked
-from lightning_zero.checkpoint.format.dcp import boxes, linear, overlap
-from lightning_zero.checkpoint.format.record import FlatShard, StoredBox, TensorItem
+from lightning_zero.checkpoint.format.dcp import boxes, linear, overlap, part_boxes
+from lightning_zero.checkpoint.format.record import Box, Chunk, FlatShard, StoredBox, TensorItem
 from lightning_zero.checkpoint.format.torch_file import load_torch
 from lightning_zero.checkpoint.storage.files import PIECE_NBYTES, Files, memory_nbytes, open_range
 from lightning_zero.errors import CheckpointError
@@ -61,6 +65,22 @@ class StoredTensor(Tensor):
     def read(self) -> Tensor:
         """The whole tensor, in host memory of its own; for the errors see ``whole``."""
         return whole(self)
+
+    def part(self, dim: int, start: int, size: int) -> StoredTensor:
+        """Some rows of a dimension of it, which are read when they are needed."""
+        offsets, sizes = [0] * self.dim(), list(self.shape)
+        offsets[dim], sizes[dim] = start, size
+        if type(self._source) is Source and self.memory is None:
+            item: TensorItem = PartItem((), self.dtype, tuple(sizes), (), whole=self._item, offsets=tuple(offsets))
+            return StoredTensor(self._source, self.key, item)
+
+        def read_elements(key: str, item: TensorItem, destination: Tensor, begin: int) -> None:
+            found = whole(self).narrow(dim, start, size).reshape(-1)
+            destination.copy_(found[begin : begin + destination.numel()])
+
+        chunks = (Chunk(0, math.prod(sizes), self.key, 0, None),) if math.prod(sizes) else ()
+        item = TensorItem((), self.dtype, tuple(sizes), chunks)
+        return StoredTensor(SimpleNamespace(read_elements=read_elements), self.key, item)
 
     def read_into(self, destination: Tensor, start: int) -> None:
         """Fill a 1-D tensor with the flattened elements from ``start`` on; see ``read_slices``."""
@@ -181,6 +201,17 @@ def read_slices(wanted: Iterable[tuple[Any, int, Tensor]]) -> None:
                     destination[begin : begin + piece.numel()].copy_(piece)
 
 
+@dataclass(frozen=True)
+class PartItem(TensorItem):
+    """A box of a tensor, by its first element. It has no chunks of its own."""
+
+    whole: TensorItem | None = field(default=None, kw_only=True)
+    offsets: tuple[int, ...] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Nothing: the whole was looked at."""
+
+
 class Source:
     """Reads the elements of tensors in the files of a folder.
 
@@ -199,22 +230,52 @@ class Source:
         The range is inside the tensor. ``key`` is for messages; ``CheckpointError`` if the file is damaged.
         """
         end = start + destination.numel()
-        for chunk in item.chunks:
+        for chunk in item.chunks if item.split is None else ():
             first, last = max(start, chunk.start), min(end, chunk.start + chunk.numel)
             if first < last:
                 offset = chunk.offset + (first - chunk.start) * item.dtype.itemsize
                 self._read(chunk.file, offset, item.dtype, destination[first - start : last - start])
-        if item.chunks:
+        if item.chunks and item.split is None:
             return
-        wanted = boxes(item.shape, start, end)
-        strides = [math.prod(item.shape[dim + 1 :]) * destination.stride(0) for dim in range(len(item.shape))]
-        for stored in item.boxes:
-            for common in filter(None, (overlap(box, stored.box) for box in wanted)):
-                part = self._load(key, item.dtype, stored)
-                for dim, (offset, size) in enumerate(zip(common.offsets, common.sizes, strict=True)):
-                    part = part.narrow(dim, offset - stored.box.offsets[dim], size)
-                place = (linear(item.shape, common.offsets) - start) * destination.stride(0)
-                destination.as_strided(common.sizes, strides, destination.storage_offset() + place).copy_(part)
+        shape, first_of = item.shape, (0,) * len(item.shape)
+        wanted = boxes(shape, start, end)
+        if isinstance(item, PartItem) and item.whole is not None:
+            first_of, item = item.offsets, item.whole
+            wanted = [Box(tuple(map(add, box.offsets, first_of)), box.sizes) for box in wanted]
+        strides = [math.prod(shape[dim + 1 :]) * destination.stride(0) for dim in range(len(shape))]
+        for box, load in self._boxes(key, item):
+            for common in filter(None, (overlap(one, box) for one in wanted)):
+                place = (linear(shape, tuple(map(sub, common.offsets, first_of))) - start) * destination.stride(0)
+                target = destination.as_strided(common.sizes, strides, destination.storage_offset() + place)
+                target.copy_(load(common))
+
+    def _boxes(self, key: str, item: TensorItem) -> Iterator[tuple[Box, Callable[[Box], Tensor]]]:
+        """The boxes that a tensor lies in, each with what reads a box in it."""
+        if not item.chunks:
+            yield from ((stored.box, partial(self._load_part, key, item.dtype, stored)) for stored in item.boxes)
+        for chunk in item.chunks:
+            offset = chunk.offset
+            for box in part_boxes(item.shape, item.split, chunk.start, chunk.start + chunk.numel):
+                yield box, partial(self._read_part, chunk.file, offset, item.dtype, box)
+                offset += math.prod(box.sizes) * item.dtype.itemsize
+
+    def _load_part(self, key: str, dtype: torch.dtype, stored: StoredBox, common: Box) -> Tensor:
+        part = self._load(key, dtype, stored)
+        for dim, (offset, size) in enumerate(zip(*common, strict=True)):
+            part = part.narrow(dim, offset - stored.box.offsets[dim], size)
+        return part
+
+    def _read_part(self, file: str, offset: int, dtype: torch.dtype, box: Box, common: Box) -> Tensor:
+        """A box of one that lies in a file as raw memory: of its first dimension only the rows that are needed."""
+        if not common.sizes:
+            part = torch.empty((), dtype=dtype)
+        else:
+            part = torch.empty((common.sizes[0], *box.sizes[1:]), dtype=dtype)
+            offset += (common.offsets[0] - box.offsets[0]) * math.prod(box.sizes[1:]) * dtype.itemsize
+        self._read(file, offset, dtype, part.view(-1))
+        for dim, (at, size) in enumerate(zip(*common, strict=True)):
+            part = part.narrow(dim, at - box.offsets[dim], size) if dim else part
+        return part
 
     def _load(self, key: str, dtype: torch.dtype, stored: StoredBox) -> Tensor:
         """A box; ``CheckpointError`` if its archive does not hold that tensor, or what could run code."""

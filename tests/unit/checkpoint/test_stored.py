@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import struct
 import zlib
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,11 @@ from torch.utils.dlpack import from_dlpack
 
 from lightning_zero.checkpoint import StoredTensor, open_checkpoint
 from lightning_zero.checkpoint.consolidated import fill
-from lightning_zero.checkpoint.format.record import Chunk, TensorItem
+from lightning_zero.checkpoint.format.record import Chunk, FileEntry, Record, Split, TensorItem
+from lightning_zero.checkpoint.format.stored import Source, read_slices
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
 from lightning_zero.checkpoint.save import ChecksummedFile, stored_identity
+from lightning_zero.checkpoint.storage.files import open_folder
 from tests.helpers.samples import control
 
 
@@ -206,3 +210,35 @@ def test_a_state_dict_that_is_changed_in_the_file_s_place(tmp_path: Path) -> Non
     module.load_state_dict({"weight": state["w"]})
     assert torch.equal(module.weight[0].detach(), torch.full((3,), 9.0))
     assert torch.equal(module.weight[1:].detach(), elements()[1:])
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((6,), 0), ((6, 5), 0), ((5, 6), 1), ((4, 6, 3), 1), ((3, 2, 6), 2)])
+def test_a_tensor_in_parts_is_read_as_the_whole(tmp_path: Path, shape: tuple[int, ...], dim: int) -> None:
+    """Every range of it, and every part of another cut, whatever chunks it lies in."""
+    tensor, parts = torch.arange(math.prod(shape), dtype=torch.float32).view(shape), 3
+    stored_order = torch.cat([part.reshape(-1) for part in tensor.chunk(parts, dim)])
+    (tmp_path / "data").write_bytes(b"...." + stored_order.numpy().tobytes())
+    size = tensor.numel() // parts
+    cuts = sorted({0, size // 2, size, 2 * size - 1, 2 * size, tensor.numel()})
+    chunks = tuple(Chunk(a, b - a, "data", 4 + 4 * a, None) for a, b in pairwise(cuts))
+    item = TensorItem((), torch.float32, shape, chunks, split=Split(dim, parts))
+    handle = StoredTensor(Source(open_folder(tmp_path)), "w", item)
+    assert torch.equal(handle.read(), tensor)
+    for start in range(tensor.numel()):
+        for end in range(start, tensor.numel() + 1):
+            read_slices([(handle, start, found := torch.full((end - start,), -1.0))])
+            assert torch.equal(found, tensor.view(-1)[start:end])
+    for axis, length in enumerate(shape):
+        for start in range(length):
+            for count in range(length - start + 1):
+                assert torch.equal(handle.part(axis, start, count).read(), tensor.narrow(axis, start, count))
+    again = Record(files={"data": FileEntry(4 + tensor.nbytes, None)}, items={"w": item}, meta=None).to_bytes()
+    assert Record.from_bytes(again).items == {"w": item}
+    assert b'"chunks"' not in again  # a reader that knows of no parts must not take them for the whole
+
+
+def test_chunks_that_cross_parts_are_refused() -> None:
+    with pytest.raises(ValueError, match="a chunk is of two of the 2 parts"):
+        TensorItem((), torch.float32, (4, 4), (Chunk(0, 16, "data", 0, None),), split=Split(1, 2))
+    with pytest.raises(ValueError, match="no 3 equal parts in dimension 0"):
+        TensorItem((), torch.float32, (4, 4), (Chunk(0, 16, "data", 0, None),), split=Split(0, 3))
