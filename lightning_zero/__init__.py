@@ -48,7 +48,7 @@ from lightning_zero.loading import (
     load_from_checkpoint,
     load_full_state_dict,
 )
-from lightning_zero.plan import ZeroPlan, build_plan
+from lightning_zero.plan.plan import ZeroPlan, build_plan
 from lightning_zero.registry import extension
 from lightning_zero.trainer.fabric import ZeroFabricStrategy
 from lightning_zero.trainer.loaders import NoBatch

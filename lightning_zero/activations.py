@@ -38,7 +38,7 @@ from lightning_zero.config import ActivationPolicy
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.guard import check_version
 from lightning_zero.engine.unit import ShardedUnit
-from lightning_zero.plan import find_recomputed
+from lightning_zero.plan.units import find_recomputed
 
 __all__ = ["Activations", "Recomputed", "SavedOnHost"]
 

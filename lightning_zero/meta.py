@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from lightning_zero._torch import untracked
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import MaterialiseError, some
-from lightning_zero.plan import Plan
+from lightning_zero.plan.plan import Plan
 
 __all__ = ["MetaValues"]
 

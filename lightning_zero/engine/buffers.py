@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_zero._torch import BroadcastVersions, foreach_copy, unflatten, untracked
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.events import Phase
-from lightning_zero.plan import BufferPiece, BufferSpec, make_pieces, sent_buffers
+from lightning_zero.plan.buckets import BufferPiece, BufferSpec, make_pieces, sent_buffers
 
 __all__ = ["BufferBroadcast"]
 

@@ -18,7 +18,8 @@ from lightning_zero.engine.reducer import GradientBucket, GradientReducer
 from lightning_zero.engine.unit import ReplicatedUnit, ShardedUnit, Unit
 from lightning_zero.errors import MaterialiseError, OffloadError
 from lightning_zero.meta import MetaValues
-from lightning_zero.plan import STAGING_BUFFERS, FlatLayout, Plan, UnitPlan
+from lightning_zero.plan.layout import FlatLayout
+from lightning_zero.plan.plan import STAGING_BUFFERS, Plan, UnitPlan
 from lightning_zero.shards.binding import set_data
 from lightning_zero.shards.slice import FlatParameters, Placeholders, views_of
 

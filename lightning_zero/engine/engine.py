@@ -48,7 +48,7 @@ from lightning_zero.engine.weights import HALF_UPDATED, PublishedWeights
 from lightning_zero.errors import DivergenceError, OffloadError, ParameterAccessError
 from lightning_zero.meta import MetaValues
 from lightning_zero.offload.transfers import MemoryTiers
-from lightning_zero.plan import Plan
+from lightning_zero.plan.plan import Plan
 from lightning_zero.shards.binding import binding_of
 from lightning_zero.shards.slice import Slice
 

@@ -37,7 +37,8 @@ from lightning_zero._torch import (
 from lightning_zero.comm import Collectives
 from lightning_zero.comm.streams import Event, Streams
 from lightning_zero.errors import some
-from lightning_zero.plan import IDLE_NBYTES, KEPT_NBYTES, FlatLayout, Plan, kept_nbytes, pack
+from lightning_zero.plan.layout import FlatLayout
+from lightning_zero.plan.plan import IDLE_NBYTES, KEPT_NBYTES, Plan, kept_nbytes, pack
 from lightning_zero.shards.slice import views_of
 
 __all__ = ["Buffer", "BufferPool", "FlatBuffer", "carve"]

@@ -50,7 +50,7 @@ from lightning_zero.engine.guard import SavedTensorGuard
 from lightning_zero.engine.hooks import EngineHooks
 from lightning_zero.engine.unit import REPORT, ShardedUnit, Unit
 from lightning_zero.errors import OffloadError, ParameterAccessError, some
-from lightning_zero.plan import Plan
+from lightning_zero.plan.plan import Plan
 
 __all__ = ["UnitOrder", "UnitSchedule"]
 

@@ -36,7 +36,7 @@ from lightning_zero._torch import (
     is_tracing,
     will_accumulate,
 )
-from lightning_zero.plan import sums_in_place
+from lightning_zero.plan.tree import sums_in_place
 
 __all__ = ["TiedLayer", "tied_layers"]
 

@@ -16,7 +16,7 @@ from lightning_zero.config import Tier
 from lightning_zero.engine.agreement import ExternalWrites, Means
 from lightning_zero.engine.pool import Buffer, carve
 from lightning_zero.errors import OffloadError, ParameterAccessError
-from lightning_zero.plan import UnitPlan, pack
+from lightning_zero.plan.plan import UnitPlan, pack
 from lightning_zero.shards.binding import (
     Bound,
     absent_kind,

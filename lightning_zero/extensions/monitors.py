@@ -34,7 +34,7 @@ from lightning_zero.engine.events import Span
 from lightning_zero.engine.unit import ReplicatedUnit
 from lightning_zero.errors import readable_size, table
 from lightning_zero.offload import OffloadedTensor
-from lightning_zero.plan import CollectiveTraffic, Plan
+from lightning_zero.plan.plan import CollectiveTraffic, Plan
 from lightning_zero.registry import extension
 from lightning_zero.trainer.strategy import ZeroStrategy
 

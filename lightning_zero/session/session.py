@@ -26,7 +26,8 @@ from lightning_zero.optim.agreement import agree_on_set_up
 from lightning_zero.optim.rules import optimizer_rule
 from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.optim.stepper import Steps
-from lightning_zero.plan import Plan, build_plan, check_memory
+from lightning_zero.plan.plan import Plan, build_plan
+from lightning_zero.plan.tree import check_memory
 from lightning_zero.registry import extension
 from lightning_zero.session.checkpoints import Checkpoints
 from lightning_zero.session.state import (

@@ -28,7 +28,7 @@ from lightning_zero.offload import in_memory
 from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.optim.state import copied
 from lightning_zero.optim.whole import WholeState
-from lightning_zero.plan import ParameterSpec, Part
+from lightning_zero.plan.layout import ParameterSpec, Part
 from lightning_zero.registry import extension, installed
 
 __all__ = [

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_zero._torch import forbid_writes, no_functions, untracked
 from lightning_zero.offload.host import OffloadedTensor, in_memory
-from lightning_zero.plan import FlatLayout, ParameterSpec, Rest, ShardSlice
+from lightning_zero.plan.layout import FlatLayout, ParameterSpec, Rest, ShardSlice
 
 __all__ = [
     "FlatParameters",

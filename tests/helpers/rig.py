@@ -18,7 +18,7 @@ from lightning_zero.extensions.nvme.files import FileTensor, fill_from
 from lightning_zero.extensions.nvme.store import NvmeStore
 from lightning_zero.optim.sharded import ShardedOptimizer
 from lightning_zero.optim.stepper import Steps
-from lightning_zero.plan import FlatLayout, ParameterSpec, Rest
+from lightning_zero.plan.layout import FlatLayout, ParameterSpec, Rest
 from lightning_zero.shards.slice import FlatParameters, Slice
 
 # Two layouts in unit 0, one in each of the others; sizes around windows (4096 elements), shards and alignment.

@@ -14,7 +14,7 @@ from lightning_zero.engine.agreement import Agreement, Means
 from lightning_zero.engine.events import Spans
 from lightning_zero.engine.pool import BufferPool
 from lightning_zero.offload import MemoryTiers
-from lightning_zero.plan import Plan
+from lightning_zero.plan.plan import Plan
 
 
 def make_means(plan: Plan, wire: Collectives) -> Means:

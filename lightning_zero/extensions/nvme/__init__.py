@@ -16,7 +16,8 @@ from lightning_zero.extensions.nvme.pipeline import Pipeline, Request
 from lightning_zero.extensions.nvme.step import FileSteps
 from lightning_zero.extensions.nvme.store import FileTiers, NvmeStore
 from lightning_zero.optim.stepper import Steps
-from lightning_zero.plan import FETCH_UNITS, PAGE_NBYTES, Plan, align_up
+from lightning_zero.plan.layout import PAGE_NBYTES, align_up
+from lightning_zero.plan.plan import FETCH_UNITS, Plan
 
 __all__ = ["FileSteps", "FileTensor", "FileTiers", "NvmeStore", "Pipeline", "Request", "fill_from"]
 

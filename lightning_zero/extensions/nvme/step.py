@@ -36,7 +36,7 @@ from lightning_zero.extensions.nvme.store import WINDOW_ALIGNMENT, NvmeStore
 from lightning_zero.offload.host import padded_nbytes
 from lightning_zero.optim.state import Kind, StateHomes, covers, is_like
 from lightning_zero.optim.stepper import Member, Memory, Range, Stepper, Steps
-from lightning_zero.plan import ALIGNMENT
+from lightning_zero.plan.layout import ALIGNMENT
 from lightning_zero.shards.slice import FlatParameters, Slice
 
 __all__ = ["FileHomes", "FileStepper", "FileSteps", "probe_state"]

@@ -50,7 +50,7 @@ from lightning_zero.extensions.planner.estimate import (
 )
 from lightning_zero.extensions.planner.links import Way, describe_ways, draw, fastest_way, parse_speed, ways_to_send
 from lightning_zero.extensions.planner.measure import ActivationBytes, first_batch, measure_activations
-from lightning_zero.plan import ZeroPlan, build_plan
+from lightning_zero.plan.plan import ZeroPlan, build_plan
 from lightning_zero.registry import extension
 from lightning_zero.trainer.cli import DEFAULT_STRATEGY, ZeroCLI
 from lightning_zero.trainer.precision import ZeroPrecision

@@ -38,18 +38,9 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import NvmeOffload, Tier
 from lightning_zero.optim.rules import steps_on_slices, torch_class
-from lightning_zero.plan import (
-    FETCH_UNITS,
-    PAGE_NBYTES,
-    ROUND_NBYTES,
-    STAGING_BUFFERS,
-    FlatLayout,
-    ParameterSpec,
-    Plan,
-    Traffic,
-    align_up,
-    deal_out,
-)
+from lightning_zero.plan.buckets import ROUND_NBYTES, deal_out
+from lightning_zero.plan.layout import PAGE_NBYTES, FlatLayout, ParameterSpec, align_up
+from lightning_zero.plan.plan import FETCH_UNITS, STAGING_BUFFERS, Plan, Traffic
 
 __all__ = ["ADAM", "DiskBytes", "HostBytes", "Memory", "OptimizerCost", "StageMemory"]
 __all__ += ["expected_disk", "expected_host_memory", "expected_memory", "owners_of"]

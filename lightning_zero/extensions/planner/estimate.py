@@ -36,8 +36,8 @@ from lightning_zero.extensions.planner.costs import (
     owners_of,
     stage_memory,
 )
-from lightning_zero.plan import CollectiveTraffic, FlatLayout, Plan, Traffic, UnitPlan
-from lightning_zero.plan.layout import residual_nbytes
+from lightning_zero.plan.layout import FlatLayout, residual_nbytes
+from lightning_zero.plan.plan import CollectiveTraffic, Plan, Traffic, UnitPlan
 
 __all__ = [
     "MemoryEstimate",

@@ -34,7 +34,8 @@ from lightning_zero import _torch
 from lightning_zero._torch import WeakStorage, storage_key, tree_leaves, tree_map_only
 from lightning_zero.activations import Recomputed
 from lightning_zero.config import ActivationPolicy, ActivationsLike, UnitsLike, validate_activations
-from lightning_zero.plan import Plan, find_recomputed
+from lightning_zero.plan.plan import Plan
+from lightning_zero.plan.units import find_recomputed
 
 __all__ = ["ActivationBytes", "first_batch", "measure_activations"]
 

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from lightning_zero import CommunicationMonitor, ZeroStrategy, load_full_state_dict
 from lightning_zero.engine import BufferBroadcast
-from lightning_zero.plan import CollectiveTraffic
 from lightning_zero.plan.buckets import PIECE_NBYTES
+from lightning_zero.plan.plan import CollectiveTraffic
 from tests.helpers.cases import WIDTH, Stack
 from tests.helpers.cases import Block as Plain
 from tests.helpers.runs import (

@@ -15,14 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero import HostOffload, NvmeOffload, ZeroPrecision, full_parameters
+from lightning_zero import HostOffload, NvmeOffload, ZeroPrecision, build_plan, full_parameters
 from lightning_zero.comm import GlooCollectives, Groups, Streams
 from lightning_zero.config import Offload
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import CheckpointError, OffloadError
 from lightning_zero.extensions.nvme import FileTensor, make_tiers
 from lightning_zero.extensions.nvme.files import FileSystem
-from lightning_zero.plan import build_plan
 from tests.helpers.runs import Net, batches, quiet, values_of, zero
 from tests.helpers.stores import flip
 from tests.helpers.training import make_trainer

@@ -21,7 +21,7 @@ from lightning_zero.comm.control import Met
 from lightning_zero.config import ActivationPolicy
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.offload import MemoryTiers
-from lightning_zero.plan import build_plan
+from lightning_zero.plan.plan import build_plan
 from tests.helpers.training import quiet
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from lightning_zero import build_plan
 from lightning_zero.comm import LocalCollectives, Streams
 from lightning_zero.engine import pool as pools
 from lightning_zero.engine.pool import BufferPool
-from lightning_zero.plan import kept_nbytes
+from lightning_zero.plan.plan import kept_nbytes
 from tests.helpers.plan_models import Gpt, on_meta
 
 MIB = 2**20

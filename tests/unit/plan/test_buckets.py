@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from lightning_zero.plan import DtypeRules, ParameterSpec, make_buckets
+from lightning_zero.plan.buckets import make_buckets
+from lightning_zero.plan.layout import DtypeRules, ParameterSpec
 
 
 def spec(name: str, numel: int, dtype: torch.dtype = torch.float32, *, trainable: bool = True) -> ParameterSpec:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from lightning_zero.extensions.planner.estimate import estimate_memory
-from lightning_zero.plan import BufferSpec, CollectiveTraffic, build_plan, make_pieces, sent_buffers
-from lightning_zero.plan.buckets import PIECE_NBYTES
+from lightning_zero.plan.buckets import PIECE_NBYTES, BufferSpec, make_pieces, sent_buffers
+from lightning_zero.plan.plan import CollectiveTraffic, build_plan
 
 
 class Kept(nn.Module):

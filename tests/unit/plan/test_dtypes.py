@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_zero.plan import DtypeRules, ParameterSpec
+from lightning_zero.plan.layout import DtypeRules, ParameterSpec
 
 WEIGHT = ParameterSpec("weight", (), (4,), torch.float32, True)
 FROZEN = ParameterSpec("frozen", (), (4,), torch.float32, False)

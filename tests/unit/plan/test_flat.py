@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from lightning_zero.plan import ALIGNMENT, FlatLayout, ParameterSpec
+from lightning_zero.plan.layout import ALIGNMENT, FlatLayout, ParameterSpec
 
 WORLDS = range(1, 10)
 SHAPES = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.plan import find_recomputed
+from lightning_zero.plan.units import find_recomputed
 from tests.helpers.cases import WIDTH, Block, Stack
 
 

@@ -7,7 +7,7 @@ import torch
 
 from lightning_zero import build_plan
 from lightning_zero.config import HostOffload, NvmeOffload, Offload, Placement, Tier
-from lightning_zero.plan import FlatLayout, ParameterSpec, Rest, rest_of
+from lightning_zero.plan.layout import FlatLayout, ParameterSpec, Rest, rest_of
 from tests.helpers.plan_models import Block, on_meta
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK

@@ -21,7 +21,8 @@ from lightning_zero.engine.build import UnitBuilder
 from lightning_zero.extensions.planner.costs import OptimizerCost
 from lightning_zero.extensions.planner.estimate import estimate_memory
 from lightning_zero.meta import MetaValues
-from lightning_zero.plan import CollectiveTraffic, deal_out
+from lightning_zero.plan.buckets import deal_out
+from lightning_zero.plan.plan import CollectiveTraffic
 from tests.helpers.wires import make_means
 
 LAYERS, WIDTH = 8, 512

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.plan import CollectiveTraffic, Traffic, build_plan
+from lightning_zero.plan.plan import CollectiveTraffic, Traffic, build_plan
 from tests.helpers.plan_models import Gpt, on_meta
 
 

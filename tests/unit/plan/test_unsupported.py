@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_zero import build_plan
-from lightning_zero.plan import check_memory
+from lightning_zero.plan.tree import check_memory
 from tests.helpers.cases import Stack
 
 CPU = torch.device("cpu")

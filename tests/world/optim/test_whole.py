@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from lightning_zero.comm import Collectives, GlooCollectives, Groups, LocalCollectives, Pending, Streams
 from lightning_zero.config import Tier
 from lightning_zero.optim.whole import WholeParameters
-from lightning_zero.plan import FlatLayout, ParameterSpec, Rest, deal_out
+from lightning_zero.plan.buckets import deal_out
+from lightning_zero.plan.layout import FlatLayout, ParameterSpec, Rest
 from lightning_zero.shards.slice import FlatParameters, Slice
 from tests.helpers.rig import RowNormalised
 from tests.helpers.world import run_world

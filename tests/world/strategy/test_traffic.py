@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero import ZeroPrecision
-from lightning_zero.plan import CollectiveTraffic, Traffic
+from lightning_zero.plan.plan import CollectiveTraffic, Traffic
 from tests.helpers.cases import Block, Case, Stack, case
 from tests.helpers.models import ZOO
 from tests.helpers.probe import Probe, fit
