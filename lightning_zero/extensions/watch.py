@@ -15,8 +15,10 @@ Then each thread ends the wait of its rank: where that waits for memory of other
 verdict; in a process group its connections are shut, as if the others had ended.
 
 [Note: few requests]
-One store serves all. Ranks that wait ask it for calls and a verdict, all together ``_RATE`` times a second, and those
-of one host in turns. Who hears of a call makes its file as long as there are calls; the others of the host look at it.
+One store serves all. Ranks that wait ask it for calls and a verdict, all together ``_RATE`` times a second: those of
+one host in turns, and the hosts one after the other. Who hears of calls writes as many bytes to its file, and behind
+them the verdict; the others of the host read it there. A rank tells what is new of it in turn: ``_TOLD`` ranks at a
+look. So the store may show a wait that has ended. It brings no verdict: only its rank, while it waits, answers a call.
 
 [Note: how a wait is known]
 Our own code notes what it waits for (``comm/control.py``). For a call of torch.distributed in user code or in Lightning
@@ -66,7 +68,8 @@ __all__ = ["Watch", "current_watch", "watch_ranks"]
 _TICK_SECONDS = 0.5
 _LONG_SECONDS = 1.0  # in one wait, before anybody is told
 _LONG_ALONE_SECONDS = 5.0  # of a rank that has lost the store
-_RATE, _JUDGE_RATE = 50, 1000  # questions a second of all ranks together; states a second that are read by one
+_RATE, _JUDGE_RATE = 25, 1000  # questions a second of all ranks together; states a second that are read by one
+_TOLD = 48  # ranks whose turn it is to tell something at one look
 _TEXT, _NAMED = 500, 16  # characters of what a rank does; ranks that are told of one by one
 _NO_WAITS = {"_object_to_tensor", "_tensor_to_object", "destroy_process_group", "_shutdown_backend"}
 _MAKE_GROUPS = {"_new_process_group_helper", "_store_based_barrier", "init_process_group"}
@@ -189,8 +192,14 @@ class Watch:
             state["process"] = process_of(os.getpid())
             self._store.set(f"state {self._rank}", json.dumps(state, separators=(",", ":")))
 
+    def _tell_in_turn(self, last: SimpleNamespace, news: tuple[float, int] | None, **state: Any) -> None:
+        """Tell the state once its turn has come, if ``news`` differ from what was told. See [Note: few requests]."""
+        if news != last.told and last.looks % -(-self._world_size // _TOLD) == self._rank // _TOLD:
+            self._tell(**state)
+            last.told = news
+
     def _run(self) -> None:
-        last = SimpleNamespace(wait=None, since=0.0, turn=0, told=None, alone=False)
+        last = SimpleNamespace(wait=None, since=0.0, turn=0, told=None, looks=0, alone=False)
         with self._others.file:
             while not self._over.wait(_TICK_SECONDS) and self.group() is not None:
                 try:
@@ -202,21 +211,25 @@ class Watch:
     def _look(self, last: SimpleNamespace) -> None:
         """Look, tell of it, judge, and end the wait if nobody can go on. ``last`` says what the last look has found."""
         calls, wait, now = self._others.calls, self._stacks.wait(), time.monotonic()  # it answers the calls until then
+        last.looks += 1
         if wait is None or last.wait is None or wait.key != last.wait.key:
-            told, last.wait, last.since, last.told, last.turn = last.told, wait, now, None, 0
-            if told is not None and not last.alone:
-                self._tell(state="runs")
-        if wait is None or (seconds := now - last.since) < (_LONG_ALONE_SECONDS if last.alone else _LONG_SECONDS):
+            last.wait, last.since, last.turn = wait, now, 0
+        seconds = now - last.since
+        if wait is None or seconds < (_LONG_ALONE_SECONDS if last.alone else _LONG_SECONDS):
+            if not last.alone:
+                self._tell_in_turn(last, None, state="runs")
             return
         text = f"has waited for {seconds:.0f} s {wait.text}"
         if last.alone:  # nobody can be asked or told any more: so no wait is a long one of which all know
             self.verdict = f"It has lost the store that the ranks share, and {text}."
-        elif last.told != calls:
-            last.told = calls
-            self._tell(**wait._asdict() | {"state": "waits", "text": text[:_TEXT], "since": last.since, "calls": calls})
-        if not self.verdict and self._others.has_turn(last, seconds):
-            self.verdict = self._others.ask(self._runs)
-            os.truncate(self._others.file.fileno(), self._others.calls)
+        else:
+            what = {"state": "waits", "text": text[:_TEXT], "since": last.since, "calls": calls}
+            self._tell_in_turn(last, (last.since, calls), **wait._asdict() | what)
+        if not self.verdict:
+            self.verdict = self._others.hear()
+            if not self.verdict and self._others.has_turn(last, seconds):
+                self.verdict = self._others.ask(self._runs)
+                self._others.pass_on(self.verdict)
             if self.verdict and self._rank == 0:  # the store mostly ends with its process: first the others ask
                 self._over.wait(2 * (_TICK_SECONDS + self._world_size / _RATE / len(self._others.here)))
         if self.verdict and wait.group:
@@ -246,13 +259,27 @@ class _Others:
     def has_turn(self, last: SimpleNamespace, seconds: float) -> bool:
         """Whether this rank asks now, which has waited for so long."""
         pause = self._world_size / (_JUDGE_RATE if self.first == self._rank else _RATE)
-        place = sorted(self.here).index(self._rank) / len(self.here)
+        place = (sorted(self.here).index(self._rank) + self._rank / self._world_size) / len(self.here)
         turn = int((seconds - _LONG_SECONDS) / max(_TICK_SECONDS, pause) + 1 - place)
-        asks, last.turn = bool(turn > last.turn), turn
+        before, last.turn = last.turn, turn
+        return bool(turn > before)
+
+    def hear(self) -> str:
+        """The verdict, if another rank of this host has passed it on; and of how many calls that one has heard."""
         for _, path in self.here.values():
             with contextlib.suppress(OSError):
-                asks |= os.stat(path).st_size > self.calls
-        return asks
+                if os.stat(path).st_size > self.calls:
+                    content = Path(path).read_bytes()
+                    verdict = content.lstrip(b"\0")
+                    self.calls = max(self.calls, len(content) - len(verdict))
+                    if verdict.endswith(b"\0"):  # it is complete
+                        return verdict[:-1].decode()
+        return ""
+
+    def pass_on(self, verdict: str) -> None:
+        """Let the others of this host hear of the calls, and of the verdict if there is one."""
+        content = bytes(self.calls) + verdict.encode() + b"\0" * bool(verdict)
+        os.pwrite(self.file.fileno(), content, 0)
 
     def ask(self, runs: int) -> str:
         """Hear of calls and of the verdict, and judge if this rank does. ``runs`` are counted by this rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from lightning_zero.extensions import watch
 from lightning_zero.extensions.watch import Wait, Watch
 
 HOST = 8
-TICK = 10.0  # of seconds: fewer looks than it really takes, which ask as often
+MOST = 200  # requests in any second
 
 
 class Counting:
@@ -24,6 +25,8 @@ class Counting:
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
         self.requests = self.nbytes = self.largest = 0
+        self.now = lambda: 0.0
+        self.in_second = Counter[int]()
 
     def clone(self) -> Counting:
         return self
@@ -49,6 +52,7 @@ class Counting:
 
     def _count(self, *values: bytes) -> None:
         self.requests += 1
+        self.in_second[int(self.now())] += 1
         self.nbytes += sum(map(len, values))
 
 
@@ -58,7 +62,7 @@ class Cluster:
     def __init__(self, patch: pytest.MonkeyPatch, world_size: int) -> None:
         self.store, self.now, self.rank, self.dead = Counting(), 0.0, 0, set[int]()
         self.waits: list[Wait | None] = [None] * world_size
-        self.files: dict[int, int] = {}
+        self.files: dict[int, bytes] = {}
         stand_ins: dict[str, Any] = {
             "default_store": lambda: self.store,
             "_torch": SimpleNamespace(prefix_store=lambda _, store: store),
@@ -69,7 +73,8 @@ class Cluster:
             "groups_made": lambda: 5,
             "time": SimpleNamespace(monotonic=lambda: self.now, sleep=lambda _: None),
             "tempfile": SimpleNamespace(TemporaryFile=lambda: SimpleNamespace(fileno=lambda: self.rank)),
-            "os": SimpleNamespace(getpid=lambda: self.rank, stat=self._stat, truncate=self.files.__setitem__),
+            "os": SimpleNamespace(getpid=lambda: self.rank, stat=self._stat, pwrite=self._pwrite),
+            "Path": lambda path: SimpleNamespace(read_bytes=lambda: self.files[_rank_of(path)]),
             "_Stacks": lambda _: SimpleNamespace(wait=lambda: self.waits[self.rank]),
             "threading": SimpleNamespace(
                 Event=lambda: SimpleNamespace(wait=bool), Lock=lambda: nullcontext(),
@@ -87,10 +92,14 @@ class Cluster:
         for _ in range(17):
             for one in self.each():
                 one._others.find()
-        self._last = [SimpleNamespace(wait=None, since=0.0, turn=0, told=None, alone=False) for _ in self.watches]
+        last = {"wait": None, "since": 0.0, "turn": 0, "told": None, "looks": 0, "alone": False}
+        self._last = [SimpleNamespace(**last) for _ in self.watches]
 
     def _stat(self, path: str) -> Any:
-        return SimpleNamespace(st_size=self.files.get(int(path.rpartition("/")[2]), 0))
+        return SimpleNamespace(st_size=len(self.files.get(_rank_of(path), b"")))
+
+    def _pwrite(self, file: int, content: bytes, _: int) -> None:
+        self.files[file] = content
 
     def each(self, ranks: Sequence[int] | None = None) -> Iterator[Watch]:
         """The watch of one rank after the other, or of some, in whose process we are meanwhile."""
@@ -99,18 +108,25 @@ class Cluster:
             if rank not in self.dead:
                 yield self.watches[rank]
 
-    def all_look(self, seconds: float, tick: float) -> None:
-        """Let so many seconds pass, in which each living rank looks every ``tick`` seconds."""
+    def all_look(self, seconds: float) -> None:
+        """Let so many seconds pass, in each of which the store serves no more requests than ``MOST``."""
+        tick = watch._TICK_SECONDS
+        self.store.now, self.store.in_second = lambda: self.now, Counter()
         for _ in range(round(seconds / tick)):
             begin = self.now
             for one in self.each():
                 self.now = begin + tick * self.rank / len(self.watches)
                 one._look(self._last[self.rank])
             self.now = begin + tick
+        assert max(self.store.in_second.values(), default=0) <= MOST
 
     def told(self) -> list[bool]:
         """Whether each rank knows of a verdict."""
         return [bool(one.verdict) for one in self.watches]
+
+
+def _rank_of(path: str) -> int:
+    return int(path.rpartition("/")[2])
 
 
 def in_group(name: str, world_size: int) -> Wait:
@@ -126,12 +142,11 @@ def test_one_store_serves_thousands_that_wait(monkeypatch: pytest.MonkeyPatch) -
     assert store.nbytes <= 2048 * world_size
 
     cluster.waits = [in_group("a", world_size)] * (world_size - 1) + [None]
-    cluster.all_look(2 * TICK, TICK)  # all tell of it
+    cluster.all_look(15)
     assert store.largest < 1024
-    before = store.requests
-    cluster.all_look(60, TICK)
-    assert store.requests - before < 200 * 60
     assert not any(cluster.told())
+    cluster.waits = [None] * world_size
+    cluster.all_look(5)
 
     for one in cluster.each(range(world_size - 64, world_size)):
         one.failed(ValueError("boom"))
@@ -150,7 +165,7 @@ def test_a_host_hears_of_a_verdict_without_its_first_rank(monkeypatch: pytest.Mo
         one.failed(ValueError("boom"))
     cluster.dead.update(first)
     cluster.waits = [in_group("ab"[rank % 3 == 2], world_size) for rank in range(world_size)]
-    cluster.all_look(15, 0.5)
+    cluster.all_look(25)
     assert cluster.told() == [rank not in first for rank in range(world_size)]
     lines = json.loads(cluster.store.values["verdict"]).splitlines()
     told = [(line.partition(" has ")[0], line.rpartition(" (and ")[2]) for line in lines[1:-1]]
