@@ -13,6 +13,7 @@ from functools import cache
 from itertools import chain
 from typing import Any, NamedTuple
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
@@ -130,8 +131,7 @@ class ModuleState:
         for key, value in state.items():
             target_key, target = own.get(key, (key, None))
             sharded = isinstance(target, nn.Parameter) and target in self._engine.names
-            part = getattr(target, "tensor_part", None)
-            prepared[target_key] = local_part(value, part) if key not in own or sharded else _read(value)
+            prepared[target_key] = value if key not in own or sharded else _read(value)
         return prepared
 
     def _noted_copies(
@@ -166,7 +166,7 @@ class ModuleState:
 @contextmanager
 def _receiving(engine: ZeroEngine, copies: list[tuple[Slice, Any]]) -> Iterator[None]:
     """While active, a copy into a sharded parameter, or into its ``.data``, goes to ``copies``: only a placeholder may
-    stand there. ``copies`` gets the slice to fill and a value of full shape. A copy into a part is not noted.
+    stand there, of the whole shape. ``copies`` gets the slice to fill and its value. A copy into a part is not noted.
     """
     shards = {id(parameter): engine.shards[name] for parameter, name in engine.names.items()}
 
@@ -174,10 +174,13 @@ def _receiving(engine: ZeroEngine, copies: list[tuple[Slice, Any]]) -> Iterator[
         __slots__ = ()
         __torch_function__ = no_torch_function
 
+        @property
+        def shape(self: Any) -> Any:
+            return torch.Size(shards[id(self)].spec.whole_shape)
+
         def copy_(self: Any, value: Any, non_blocking: bool = False) -> Any:
-            shard = shards[id(self)]
-            same = value.shape == shard.spec.shape
-            copies.append((shard, value if same else value.expand(shard.spec.shape)))
+            whole = value if value.shape == self.shape else value.expand(self.shape)
+            copies.append((shards[id(self)], local_part(whole, shards[id(self)].spec.part)))
             return self
 
         def detach(self: Any) -> Any:
@@ -286,10 +289,7 @@ def _what_fits(
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
-    if (part := getattr(value, "tensor_part", None)) is not None:
-        whole: tuple[int, ...] = part.shape
-        return whole
-    return tuple(value.shape) if isinstance(value, Tensor) else None
+    return tuple(getattr(value, "tensor_part", value).shape) if isinstance(value, Tensor) else None
 
 
 def weights_of(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> Mapping[str, Any]:
