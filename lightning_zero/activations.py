@@ -39,6 +39,7 @@ from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.guard import check_version
 from lightning_zero.engine.unit import ShardedUnit
 from lightning_zero.plan.units import find_recomputed
+from lightning_zero.registry import extension
 
 __all__ = ["Activations", "Recomputed", "SavedOnHost"]
 
@@ -65,13 +66,21 @@ class Activations:
         self._engine = engine
         self._recomputed: list[Recomputed] = []
         self._saved = SavedOnHost(engine.device, policy.min_kib * 1024) if policy.offload else None
+        self._partitioned: Any = None
+        if policy.partition:
+            to_host = None if self._saved is None else (self._saved.pack, self._saved.unpack)
+            split = extension("partitioned_activations").Partitioned
+            self._partitioned = split(engine.module, policy.min_kib * 1024, to_host)
         if policy.checkpointing is not None:
             for name in find_recomputed(engine.module, policy.checkpointing, units):
                 module = engine.module.get_submodule(name)
-                self._recomputed.append(Recomputed(name, module, self._gathered(module)))
+                keeping = nullcontext if self._partitioned is None else partial(self._partitioned.keeping, name)
+                self._recomputed.append(Recomputed(name, module, self._gathered(module), keeping))
 
     def training(self) -> AbstractContextManager[Any]:
         """Around a training step, outside of ``engine.step``: what the forwards inside save goes to the host."""
+        if self._partitioned is not None:
+            self._partitioned.check()
         return nullcontext() if self._saved is None else self._saved.saving()
 
     def detach(self) -> None:
@@ -108,11 +117,17 @@ class Recomputed:
     """Stands in a module's ``forward``, or in what ``module.compile()`` put in front of it, and has that run again in
     backward whenever it is called with gradients enabled. A copy of the module has an ordinary ``forward``."""
 
-    def __init__(self, name: str, module: nn.Module, gathered: Gathered) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        gathered: Gathered,
+        keeping: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         # What is compiled must run again compiled: it saves other tensors than the same code does uncompiled.
         self._key = "forward" if vars(module).get("_compiled_call_impl") is None else "_compiled_call_impl"
         self._before = vars(module).get(self._key)
-        self._module, self.name, self._gathered = module, name, gathered
+        self._module, self.name, self._gathered, self._keeping = module, name, gathered, keeping
         self.forward: Callable[..., Any] = getattr(module, self._key)
         self._stores = [store for one in module.modules() for store in (vars(one), one._buffers)]
         self._checkpointed = disable_dynamo(self._run)
@@ -174,7 +189,8 @@ class Recomputed:
                 self._put(now)
                 random.setstate(chance_now)
 
-        return checkpoint(forward, *inputs.values(), use_reentrant=False)
+        with self._keeping():  # torch saves the inputs, and hides what is saved inside
+            return checkpoint(forward, *inputs.values(), use_reentrant=False)
 
     def _state(self) -> list[dict[str, Any]]:
         """Buffers and plain attributes of all modules inside, as they are now."""
@@ -230,13 +246,13 @@ class SavedOnHost:
     def __init__(self, device: torch.device, min_nbytes: float) -> None:
         self._device, self._min_nbytes = device, min_nbytes
         # Permanent objects that Dynamo does not trace.
-        self._hooks = disable_dynamo(self._pack), disable_dynamo(self._unpack)
+        self._hooks = disable_dynamo(self.pack), disable_dynamo(self.unpack)
 
     def saving(self) -> saved_tensors_hooks:
         """A context in which this thread's saved tensors go to the host."""
         return saved_tensors_hooks(*self._hooks)
 
-    def _pack(self, tensor: Tensor) -> Any:
+    def pack(self, tensor: Tensor) -> Any:
         plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device == self._device
         weight = isinstance(tensor._base, nn.Parameter)  # parameters are a type of their own
         small = tensor.nbytes < max(1, self._min_nbytes) if plain else True
@@ -247,7 +263,7 @@ class SavedOnHost:
             host.copy_(tensor, non_blocking=True)
             return host, version_probe(tensor), tensor._version, tensor.stride()
 
-    def _unpack(self, packed: Any) -> Tensor:
+    def unpack(self, packed: Any) -> Tensor:
         saved: Tensor
         saved, probe, version, *stride = packed
         check_version(probe, version, saved.dtype, saved.shape)

@@ -313,14 +313,18 @@ class ActivationPolicy:
             classes or their names; ``None`` for none. Switch off caches of keys and values.
         offload: keep saved tensors in host memory until the backward. Saves no memory on CPUs, where both sides are
             host memory.
+        partition: split what checkpointed modules keep over the ranks of a tensor-parallel group; with ``offload`` the
+            parts go to the host.
         min_kib: leave saved tensors smaller than this where they are, in KiB.
 
     Raises:
         ValueError: naming the setting.
+        ExtensionError: if it needs an extension that this copy of the package has not.
     """
 
     checkpointing: UnitsLike | None = field(default=None, kw_only=False)
     offload: bool = False
+    partition: bool = False
     min_kib: float = _number(64.0, "KiB", least=0)
 
     def __post_init__(self) -> None:
@@ -328,6 +332,12 @@ class ActivationPolicy:
         if self.checkpointing is not None and self.checkpointing != "units":
             names = validate_units(self.checkpointing, "ActivationPolicy.checkpointing, where it is not 'units',")
             object.__setattr__(self, "checkpointing", list(names or ()))
+        if self.partition:
+            extension("partitioned_activations")
+            if self.checkpointing is None:
+                raise ValueError(
+                    "ActivationPolicy(partition=True) is about what checkpointed modules keep: give checkpointing, too."
+                )
 
 
 ActivationsLike = ActivationPolicy | UnitsLike | None

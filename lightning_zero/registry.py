@@ -26,6 +26,7 @@ EXTENSIONS = {
     "inspection": "`lightning-zero inspect`, `verify_checkpoint` and checksums compared on resuming",
     "monitors": "`MemoryMonitor` and `CommunicationMonitor`",
     "nvme": "offload to files (`NvmeOffload`)",
+    "partitioned_activations": "activations split over a tensor-parallel group (`ActivationPolicy(partition=True)`)",
     "planner": "`lightning-zero plan`, `estimate_memory` and `measure_activations`",
     "random_state": "random states in checkpoints",
     "ray": "`lightning_zero.ray`",

@@ -82,6 +82,18 @@ def compression(folder: Path) -> None:
     fit(ZeroStrategy(3, compression=Compression(weights="int8")))
 
 
+def tensor_parallel(folder: Path) -> None:
+    from lightning_zero import ZeroStrategy
+
+    fit(ZeroStrategy(3, tensor_parallel_size=2))
+
+
+def partitioned_activations(folder: Path) -> None:
+    from lightning_zero import ActivationPolicy, ZeroStrategy
+
+    fit(ZeroStrategy(3, activations=ActivationPolicy("units", partition=True)))
+
+
 def shared_memory(folder: Path) -> None:
     os.environ["LIGHTNING_ZERO_SHARED_MEMORY"] = "1"
     fit("zero3")

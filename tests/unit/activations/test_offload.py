@@ -28,8 +28,8 @@ class OnHost(SavedOnHost):
         super().__init__(CPU, min_nbytes)
         self.copied = 0
 
-    def _pack(self, tensor: Tensor) -> Any:
-        packed = super()._pack(tensor)
+    def pack(self, tensor: Tensor) -> Any:
+        packed = super().pack(tensor)
         self.copied += packed[0] is not tensor
         return packed
 

@@ -9,16 +9,23 @@ import threading
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_zero import ZeroPrecision
+from lightning_zero import ZeroPrecision, local_slices
 from lightning_zero._torch import top_saved_tensor_hooks
 from lightning_zero.config import ActivationPolicy, HostOffload
+from lightning_zero.extensions import partitioned_activations
+from lightning_zero.extensions.partitioned_activations import Partitioned
 from tests.helpers.cases import Block, Case, Stack, case
 from tests.helpers.device_runs import needs_gpu
 from tests.helpers.models import ZOO
 from tests.helpers.models_autograd import CASES
 from tests.helpers.runs import Net, assert_same, fit, made, quiet, zero
+from tests.helpers.split import Layout, Split
+from tests.helpers.split import fit as fit_split
 from tests.helpers.training import Recipe, differences, train_zero
 from tests.helpers.world import ROOT, run_world, subprocess_env
 
@@ -238,3 +245,64 @@ def test_on_one_gpu_losses_are_the_same_and_device_memory_is_less() -> None:
         assert found[f"{stage} checkpointing"][1] < 12 * 2 * 2**24
         assert found[f"{stage} offload"][1] < 12 * 2**24
         assert found[f"{stage} both"][1] < 12 * 2**24
+
+
+class SequenceFeed(nn.Module):
+    """A block whose inputs are each rank's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def test_partitioned_activations_keep_one_part_and_give_the_same_bits() -> None:
+    """In every stage, on the device and on the host; what is not the same on all ranks of a group is refused."""
+    numels: list[int] = []
+
+    class Counted(Partitioned):
+        def _pack(self, name: str, tensor: Tensor) -> Any:
+            kept = super()._pack(name, tensor)
+            if kept is not tensor:
+                part = kept.part[0] if isinstance(kept.part, tuple) else kept.part
+                assert part.untyped_storage().nbytes() == part.nbytes
+                numels.append(part.numel() * 2 - kept.numel)
+            return kept
+
+    def trained(stage: int, policy: ActivationPolicy | None) -> dict[str, Tensor]:
+        module = Split()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(partitioned_activations, "Partitioned", Counted)
+            fit_split(Layout(stage, 1, 2).strategy(activations=policy), module, 3)
+        return {part.name: part.value.clone() for part in local_slices(module)}
+
+    def rank(_: int) -> None:
+        for stage in STAGES:
+            expected = trained(stage, None)
+            for offload in (False, True):
+                policy = ActivationPolicy(["_Feed"], offload=offload, partition=True, min_kib=0)
+                found = trained(stage, policy)
+                assert expected.keys() == found.keys()
+                assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert numels == [0] * len(numels)
+        assert len(numels) == len(STAGES) * 2 * 3 * 3  # stages, on device and host, steps, blocks
+        device, seen = torch.device("cpu"), {"tensor_spec": (init_device_mesh("cpu", (2,)),)}
+        block = SequenceFeed()
+        vars(block.linear.weight).update(seen)
+        keeping = Partitioned(block, 0, None)
+        x = torch.full((3, 8), float(dist.get_rank()), device=device, requires_grad=True)
+        with keeping.keeping("a block"):
+            y = x * x
+        with pytest.raises(RuntimeError, match="An input of 'a block' is not the same on all ranks of its tensor gr"):
+            y.sum().backward()
+
+    run_world(2, rank, timeout=120)
+
+
+def test_partitioned_activations_need_a_tensor_group() -> None:
+    with pytest.raises(ValueError, match="nothing in SequenceFeed is parallelised"):
+        Partitioned(SequenceFeed(), 0, None)
+    with pytest.raises(ValueError, match="is about what checkpointed modules keep"):
+        ActivationPolicy(partition=True)
