@@ -140,6 +140,7 @@ class MetaValues:
                 if parameter:
                     made = nn.Parameter(made, tensor.requires_grad)
                     vars(made).update(vars(tensor))
+                    vars(made).pop("tensor_spec", None)  # an ordinary tensor, of the whole shape
                 if wanted:
                     fresh.append((name, made, made._version + tensor._version))
                 if wanted and not parameter:
@@ -161,7 +162,7 @@ class MetaValues:
             if _is_unwritten(value):
                 self.unset[name] = type(owner).__name__
             if parameter:
-                self._values[name] = value.detach()
+                self._values[name] = _own_part(value.detach(), made)
                 if value is made and value._version < version:
                     self.lost.append(name)
         for store, key, tensor in originals:
@@ -207,11 +208,22 @@ def _seeded(path: str) -> Iterator[None]:
         generator.set_state(state)
 
 
+def _own_part(value: Tensor, parameter: Tensor) -> Tensor:
+    """Of values for a whole tensor those of this rank, where tensor parallelism has split it."""
+    part = getattr(parameter, "tensor_part", None)
+    if part is None or part.dim is None:
+        return value
+    return value.narrow(part.dim, part.start, part.shape[part.dim] // part.ranks)
+
+
 def _unwritten(tensor: Tensor) -> Tensor:
-    """Memory on the CPU like a tensor, that holds what nobody writes."""
+    """Memory on the CPU like a tensor, or the whole one that it is a part of, that holds what nobody writes."""
+    part = getattr(tensor, "tensor_part", None)
+    shape = tensor.shape if part is None else part.shape
     with untracked():
-        stride = tensor.stride() if tensor.is_meta else torch.empty(tensor.shape, device="meta").stride()
-        made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="cpu")
+        own = tensor.is_meta and shape == tensor.shape
+        stride = tensor.stride() if own else torch.empty(shape, device="meta").stride()
+        made = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="cpu")
         return made.fill_(_nobody_writes(made.dtype))
 
 

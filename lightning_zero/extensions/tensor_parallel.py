@@ -148,8 +148,6 @@ def _problem(name: str, parameter: DTensor, group: DeviceMesh) -> str:
             f"'{name}' has {parameter.shape[placement.dim]} rows in dimension {placement.dim}, which {group.size()} "
             "ranks cannot share equally. Make that size a multiple (a vocabulary is padded for that)"
         )
-    if parameter.is_meta:
-        return f"'{name}' is on the meta device: with tensor parallelism, build the module in memory"
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         return f"'{name}' has hooks, which its local tensor would lose: register them in `on_fit_start`"
     return ""

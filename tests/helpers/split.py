@@ -25,7 +25,7 @@ from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.comm import ControlGroup
 from tests.helpers.training import make_trainer
 
-__all__ = ["Layout", "Net", "Split", "adamw", "alone", "contents", "distance", "fit", "same"]
+__all__ = ["Layout", "Net", "Split", "adamw", "alone", "contents", "distance", "fit", "plan_of", "same"]
 
 WORDS, WIDTH, ROWS = 24, 16, 8  # rows of a batch over all ranks
 

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
@@ -21,8 +22,10 @@ from lightning_zero import CheckpointPolicy, ZeroStrategy, full_parameters
 from lightning_zero.errors import MaterialiseError
 from lightning_zero.meta import MetaValues
 from lightning_zero.shards.binding import original_kind
+from tests.helpers import split
 from tests.helpers.rows import Row, in_one_world
 from tests.helpers.training import make_trainer, quiet
+from tests.helpers.world import run_world
 
 WIDTH = 24
 SEED = 11
@@ -619,3 +622,33 @@ def test_what_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None:
         what_is_written_to_another_unit_is_refused_by_name(),
         a_hook_on_a_meta_parameter_is_not_lost_silently(),
     )
+
+
+class OnMeta(split.Split):
+    """``self.scale``, which no module initialises, is on the CPU."""
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            with torch.device("meta"):
+                self.net = split.Net()
+            self.net.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+            self.net.seen = torch.zeros(2)
+            if (mesh := getattr(self, "device_mesh", None)) is not None:
+                parallelize_module(self.net, mesh["tensor_parallel"], split.plan_of(self.net))
+
+
+def test_parts_of_split_layers_have_the_values_of_the_whole(tmp_path: Path) -> None:
+    """Tensor parallelism gives each rank its part of what the same module gets without it."""
+
+    def rank(_: int) -> None:
+        for name, layout in {
+            "whole": split.Layout(3, 2),
+            "zero1": split.Layout(1, 1, 2),
+            "zero3": split.Layout(3, 1, 2),
+        }.items():
+            torch.manual_seed(SEED)
+            split.fit(layout, OnMeta(), 1, begun=tmp_path / name)
+
+    run_world(2, rank, timeout=60)
+    for name in ("zero1", "zero3"):
+        split.same(split.contents(tmp_path / "whole"), split.contents(tmp_path / name))
