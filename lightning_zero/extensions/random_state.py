@@ -13,6 +13,9 @@ in common, since ranks may rely on it: which layers are left out in a step, say,
 begins a stream that is new to each rank. Its seed is the first 8 bytes of the SHA-256 of "seed step generator ranks
 rank". So does one that was not saved, such as that of a GPU where the run was on the CPU.
 
+The ranks that count are those with other data. Of a tensor-parallel group, which must draw the same, all take the row
+of its first, unless the run that was saved had groups of as many: then each takes its own.
+
 States are restored as late as possible, when set-up has drawn all that it draws. One thing is done too early then:
 where the run resumes at the beginning of an epoch, the uninterrupted one makes the epoch's iterator over the data after
 the checkpoint, and that draws numbers (a seed for workers, and one for a sampler without a generator of its own), while
@@ -24,6 +27,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import random
 import sys
@@ -40,7 +44,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_zero.checkpoint import FlatShard
 from lightning_zero.checkpoint.format.stored import read_slices
 from lightning_zero.checkpoint.format.typed_json import Decoder, Encoder
-from lightning_zero.comm import ControlGroup
+from lightning_zero.comm import Groups
 
 __all__ = ["RandomState"]
 
@@ -53,13 +57,17 @@ class RandomState:
     ``session/checkpoints.py`` has one for each strategy.
     """
 
-    def __init__(self, control: ControlGroup) -> None:
-        self._control = control
+    def __init__(self, groups: Groups) -> None:
+        self._control = groups.checkpoint
+        self._tensor = groups.shard.tensor  # ranks of a tensor-parallel group
         self._loaded: dict[str, Any] = {}  # by generator; what was not restored yet
         self._device = torch.device("cpu")
 
     def save(self, device: torch.device) -> Tensor:
-        """This rank's row: a FlatShard of shape (ranks, bytes). Collective: every rank."""
+        """This rank's row: a FlatShard of shape (ranks, bytes), or (ranks, those of a tensor-parallel group, bytes).
+
+        Collective: every rank.
+        """
         encode = Encoder(strict=True).encode
         states: dict[str, Any] = {}
 
@@ -72,7 +80,8 @@ class RandomState:
         shared = [name for name, digest in digests[rank].items() if all(d.get(name) == digest for d in digests)]
         seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
         row = bytearray(_text({"seed": seed, "shared": shared, "states": states}).ljust(_ROW_NBYTES))
-        return FlatShard(torch.frombuffer(row, dtype=torch.uint8), (ranks, _ROW_NBYTES), rank * _ROW_NBYTES)
+        groups = (ranks,) if self._tensor == 1 else (ranks // self._tensor, self._tensor)
+        return FlatShard(torch.frombuffer(row, dtype=torch.uint8), (*groups, _ROW_NBYTES), rank * _ROW_NBYTES)
 
     def load(self, saved: Tensor, step: int, device: torch.device) -> None:
         """Read what ``save`` returned, for ``restore``; say so if some streams cannot be continued.
@@ -80,17 +89,22 @@ class RandomState:
         The global step seeds streams that begin. Collective: every rank; ``CheckpointError`` on all, if one could not
         read its row or it is damaged.
         """
-        ranks = saved.shape[0]
-        same = ranks == self._control.world_size
+        ranks, within = saved.shape[0], math.prod(saved.shape[1:-1])
+        number, (rank, place_within) = (
+            self._control.world_size // self._tensor,
+            divmod(self._control.rank, self._tensor),
+        )
+        same = ranks == number
+        mine = rank * within + (place_within if within == self._tensor else 0) if same else 0
 
         def read() -> tuple[int, list[str]]:
-            row = torch.empty(saved.shape[1], dtype=torch.uint8)
-            read_slices([(saved, self._control.rank * row.numel() if same else 0, row)])
+            row = torch.empty(saved.shape[-1], dtype=torch.uint8)
+            read_slices([(saved, mine * row.numel(), row)])
             content = Decoder().decode(json.loads(bytes(row.tolist())))
             kept = [name for name in content["states"] if same or name in content["shared"]]
             generators = _generators(device)
             begun = [name for name in generators if name not in kept]
-            place = f"{self._control.world_size} {self._control.rank}"
+            place = f"{number} {rank}"
             self._loaded = {name: content["states"][name] for name in kept if name in generators}
             for name in begun:
                 digest = hashlib.sha256(f"{content['seed']} {step} {name} {place}".encode()).digest()
@@ -108,7 +122,6 @@ class RandomState:
         new = f"new streams begin for {', '.join(begun)}, from the seed {seed}, the step and the rank"
         if not same:
             what = [f"{', '.join(kept)} go on, alike on all ranks"] * bool(kept) + [new] * bool(begun)
-            number = self._control.world_size
             rank_zero_info(
                 f"The checkpoint is of {ranks} ranks and this run of {number}. Random numbers: {'; '.join(what)}."
             )

@@ -42,7 +42,7 @@ class Checkpoints:
         if groups not in _SAVERS:
             _SAVERS[groups] = Saver(self._control)
         self._saver = _SAVERS[groups]
-        self._random: Any = extension("random_state").RandomState(self._control) if installed("random_state") else None
+        self._random: Any = extension("random_state").RandomState(groups) if installed("random_state") else None
         self._told: set[str] = set()  # what cannot be kept, and was named
         self._training = False
         self._removing = False  # whether something was to be deleted in this run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +114,45 @@ def test_a_tensor_as_large_as_a_part_does_not_fit(world: Path) -> None:
     found = contents(world / "halved")
     assert torch.equal(found["net.embedding.weight"], expected["net.embedding.weight"])
     assert torch.equal(found["net.head.weight"], Net(seed=1).head.weight)
+
+
+class Drawing(Split):
+    """Draws numbers, which are others on ranks that have other data."""
+
+    def on_fit_start(self) -> None:
+        mesh = getattr(self, "device_mesh", None)
+        torch.manual_seed(dist.get_rank() if mesh is None else mesh["data_parallel"].get_local_rank())
+        self.drawn: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.drawn.append(torch.rand(()).item())
+        return super().training_step(batch, batch_idx)
+
+
+def test_ranks_of_a_tensor_parallel_group_go_on_with_the_same_random_numbers(tmp_path: Path) -> None:
+    """Else dropout would differ between them, and then what all of them have alike."""
+
+    def rank(_: int) -> dict[str, list[float]]:
+        found = {}
+        for name, layout in (("4x1", Layout(2, 4, 1)), ("2x2", Layout(2, 2, 2))):
+            fit(layout, whole := Drawing(), STEPS)
+            fit(layout, Drawing(), SAVED, ended=tmp_path / name)
+            found[name] = whole.drawn
+        for saved in ("4x1", "2x2"):
+            for layout in (Layout(2, 4, 1), Layout(2, 2, 2), Layout(2, 1, 4)):
+                fit(layout, resumed := Drawing(), STEPS, resume=tmp_path / saved)
+                found["{} {}x{}".format(saved, *layout[1:])] = resumed.drawn
+        return found
+
+    ranks = run_world(4, rank, timeout=90)
+    for run in ranks[0]:
+        drawn = [found[run] for found in ranks]
+        group = {"4": 1, "2": 2, "1": 4}[run.split()[-1][0]]
+        for number, own in enumerate(drawn):
+            assert own == drawn[number // group * group], (run, number)
+        assert len(set(map(tuple, drawn))) == 4 // group, run
+        if run.split()[0] == run.split()[-1]:
+            assert all(found[run][-2:] == found[run[:3]][-2:] for found in ranks)
 
 
 def test_stock_readers_load_whole_tensors_and_other_parts(world: Path) -> None:

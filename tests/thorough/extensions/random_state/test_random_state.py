@@ -25,7 +25,7 @@ from lightning_zero.checkpoint import (
     open_checkpoint,
     save_checkpoint_directory,
 )
-from lightning_zero.comm import ControlGroup
+from lightning_zero.comm import ControlGroup, Groups
 from lightning_zero.errors import CheckpointError
 from lightning_zero.extensions.inspection.contents import inspect_checkpoint
 from lightning_zero.extensions.random_state import RandomState
@@ -404,7 +404,7 @@ def test_only_directories_that_a_run_can_go_on_from_have_it(tmp_path: Path) -> N
 
 def through(change: Callable[[dict[str, Any]], object]) -> RandomState:
     """What is loaded after a change to what was saved."""
-    state = RandomState(ControlGroup(None))
+    state = RandomState(Groups.create())
     row = bytes(state.save(CPU).local.tolist())  # type: ignore[attr-defined]
     content = json.loads(row)
     change(content)
