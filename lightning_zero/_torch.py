@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses import fake_tensor
 from torch.autograd import profiler
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
@@ -202,24 +203,16 @@ def held_in_python(memory: Tensor) -> list[Tensor]:
         return [tensor for tensor in found if any(by is not found for by in gc.get_referrers(tensor))]
 
 
-class WeakStorage:
+class WeakStorage(StorageWeakRef):
     """The memory behind a tensor, without keeping it. While this exists, no other gets the same ``storage_key``."""
 
     def __init__(self, tensor: Tensor) -> None:
-        storage: Any = tensor.untyped_storage()
-        self._pointer = storage._weak_ref()
-        # At exit the module may be gone before this object.
-        self._free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
-
-    def __del__(self) -> None:
-        self._free(self._pointer)
+        super().__init__(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
     def lock(self) -> torch.UntypedStorage | None:
         """The memory, or ``None`` if its last tensor has gone."""
-        if torch.UntypedStorage._expired(self._pointer):
-            return None
-        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._pointer)
-        return storage
+        gone: bool = self.expired()  # type: ignore[no-untyped-call]
+        return None if gone else torch.UntypedStorage._new_with_weak_ptr(self.cdata)
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.control import ControlGroup
 from lightning_zero.comm.groups import connections
-from lightning_zero.config import check_whole
 from lightning_zero.engine.guard import WRAPPERS
 from lightning_zero.errors import some
 from lightning_zero.optim.rules import optimizer_rule
@@ -45,9 +44,6 @@ def mesh_sizes(tensor: int | str, data: int | str, on_node: int, world_size: int
     Raises:
         ValueError: if the world is not the product of both.
     """
-    for name, size in (("tensor_parallel_size", tensor), ("data_parallel_size", data)):
-        if size != "auto":
-            check_whole(f"{name}, where it is not 'auto',", size, least=1, unit="ranks")
     within = min(on_node, world_size) if tensor == "auto" else cast(int, tensor)
     groups = world_size // within if data == "auto" else cast(int, data)
     if groups * within != world_size:

@@ -90,9 +90,6 @@ class ConstantState(TorchDispatchMode):
     expanded to the placeholder's shape. Attaching the optimizer turns it into this rank's slice.
     """
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

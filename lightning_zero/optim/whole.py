@@ -14,7 +14,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,14 +36,6 @@ class WholeState:
 
     slices: dict[str, Tensor] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
-
-
-class _Dealt(NamedTuple):
-    """What ``plan_rounds`` has to know of a parameter: for every rank the first element of its slice, and how many."""
-
-    numel: int
-    dtype: torch.dtype
-    ranges: Sequence[tuple[int, int]]
 
 
 class WholeParameters:
@@ -73,8 +65,9 @@ class WholeParameters:
         self._collectives = collectives
         self._owners = deal_out([entry.spec.numel for entry in entries], collectives.world_size)
         self._device = entries[0].data.device if entries else torch.device("cpu")
-        dealt = [_Dealt(e.spec.numel, e.data.dtype, e.ranges(collectives.world_size)) for e in entries]
-        self._rounds = plan_rounds(dealt, self._owners, collectives.rank, round_nbytes)
+        ranges = [entry.ranges(collectives.world_size) for entry in entries]
+        sizes = [entry.data.dtype.itemsize for entry in entries]
+        self._rounds = plan_rounds(ranges, sizes, self._owners, collectives.rank, round_nbytes)
         self._dtypes: list[torch.dtype | None] = [entry.data.dtype for entry in entries]
         with untracked():
             self._whole = [None if empty is None else nn.Parameter(empty) for empty in self._empty(self._dtypes)]

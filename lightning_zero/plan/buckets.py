@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -192,24 +191,26 @@ class Round:
     entries: set[int] = field(default_factory=set)  # whose pieces travel, on any rank
 
 
-def plan_rounds(entries: Sequence[Any], owners: Sequence[int], rank: int, limit: int) -> list[Round]:
+def plan_rounds(
+    ranges: Sequence[Sequence[tuple[int, int]]], sizes: Sequence[int], owners: Sequence[int], rank: int, limit: int
+) -> list[Round]:
     """Cut all parameters into pieces, and put pieces into rounds that take at most ``limit`` bytes of any rank.
 
-    Each of ``entries`` has the ``numel`` and the ``dtype`` of a parameter, and ``ranges``: for every rank the first
-    element that it holds, and how many. Owners take turns, so that a round keeps many of them busy.
+    ``ranges`` has of each parameter, for every rank, the first element that the rank holds, and how many; ``sizes`` has
+    the bytes of an element. Owners take turns, so that a round keeps many of them busy.
     """
-    world_size = len(entries[0].ranges) if entries else 0
+    world_size = len(ranges[0]) if ranges else 0
     queues: list[list[tuple[int, int, int]]] = [[] for _ in range(world_size)]
-    for index, entry in enumerate(entries):
-        size = max(1, limit // entry.dtype.itemsize)
-        queues[owners[index]] += [(index, s, min(s + size, entry.numel)) for s in range(0, entry.numel, size)]
+    for index, held in enumerate(ranges):
+        size, end = max(1, limit // sizes[index]), sum(numel for _, numel in held)
+        queues[owners[index]] += [(index, start, min(start + size, end)) for start in range(0, end, size)]
     rounds: list[Round] = []
     sent, received = [0] * world_size, [0] * world_size
     for index, start, stop in (piece for turn in zip_longest(*queues) for piece in turn if piece is not None):
-        owner, itemsize = owners[index], entries[index].dtype.itemsize
+        owner, itemsize = owners[index], sizes[index]
         pieces = {
             holder: Piece(index, max(first, start), min(first + numel, stop) - max(first, start))
-            for holder, (first, numel) in enumerate(entries[index].ranges)
+            for holder, (first, numel) in enumerate(ranges[index])
             if max(first, start) < min(first + numel, stop)
         }
         fits = received[owner] + (stop - start) * itemsize <= limit

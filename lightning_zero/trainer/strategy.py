@@ -291,7 +291,7 @@ class ZeroStrategy(Processes, ParallelStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Run ``configure_optimizers`` on the real parameters, then put shards there. Collective: every rank."""
-        with ConstantState():
+        with ConstantState():  # type: ignore[no-untyped-call]
             super().setup_optimizers(trainer)
         self._adopt(self.optimizers)
         schedulers = [vars(config) for config in self.lr_scheduler_configs]
