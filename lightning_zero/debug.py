@@ -17,6 +17,7 @@ from lightning_zero.engine.full import (
     check_between_steps,
     gathered,
     gathered_gradients,
+    joined,
     whole,
     whole_gradients,
 )
@@ -61,7 +62,7 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
     if engine is None:
         yield
         return
-    with gathered(engine, nn.Module.parameters(module)):  # all, whatever a method of the user's shows
+    with gathered(engine, nn.Module.parameters(module), join=True):  # all, whatever a method of the user's shows
         yield
 
 
@@ -145,7 +146,8 @@ def full_gradient(module: nn.Module, name: str) -> Tensor | None:
         raise ValueError(f"'{name}' is frozen and has no gradient.")
     _check_averaged(engine, f"full_gradient('{one.name}')")
     with engine.paused():
-        return whole_gradients(engine, [one], f"gradient of '{name}'")[one.user]
+        gradient = whole_gradients(engine, [one], f"gradient of '{name}'")[one.user]
+        return None if gradient is None else joined(one, gradient)
 
 
 @contextmanager
@@ -215,7 +217,8 @@ def full_optimizer_state(module: nn.Module, name: str, key: str) -> Any:
         state = optimizer.named_state().get(one.name, WholeState())
         if key in state.slices:
             with engine.paused():
-                return whole(engine, {one: state.slices[key]}, f"state '{key}' of '{name}'")[one.user]
+                found = whole(engine, {one: state.slices[key]}, f"state '{key}' of '{name}'")[one.user]
+                return joined(one, found)
         if key in state.values:
             value = state.values[key]
             return value.clone() if isinstance(value, Tensor) else value

@@ -17,8 +17,9 @@ from lightning_zero.engine.hooks import unhooked
 from lightning_zero.engine.unit import ReplicatedUnit, Unit
 from lightning_zero.errors import OffloadError, ParameterAccessError
 from lightning_zero.offload.host import OffloadedTensor, in_memory
+from lightning_zero.registry import extension
 from lightning_zero.shards.binding import Binding, get_data, is_absent, set_data
-from lightning_zero.shards.slice import FlatParameters, Slice, fingerprint, views_of
+from lightning_zero.shards.slice import FlatParameters, Slice, checksum, fingerprint, views_of
 
 __all__ = [
     "average_into",
@@ -27,6 +28,7 @@ __all__ = [
     "gathered",
     "gathered_gradients",
     "give_back",
+    "joined",
     "whole",
     "whole_gradients",
 ]
@@ -51,8 +53,10 @@ def gather_layout(engine: ZeroEngine, flat: FlatParameters, shard: Tensor, what:
 
 
 @contextmanager
-def gathered(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def gathered(engine: ZeroEngine, parameters: Iterable[nn.Parameter], join: bool = False) -> Iterator[None]:
     """While active, the units of ``parameters`` show their full masters; what rank 0 leaves there is what all keep.
+
+    ``join``: what tensor parallelism has split is whole, too. Otherwise it is this rank's part.
 
     Units that nothing was written to stay as they are, so that looking never voids a backward that is still to come.
     What an enclosing ``gathered`` shows already is left to that one. Raises ``DivergenceError`` on every rank if the
@@ -71,13 +75,14 @@ def gathered(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -> Iterator
         before = [(b, get_data(b.parameter), is_absent(b.parameter)) for b in bindings]
         changed: list[int] = []
         try:
-            shown = [part for unit in units for part in _show(engine, unit)]
+            shown = [part for unit in units for part in _show(engine, unit, join)]
             # In a running step what is called here may be part of a graph, whose backward needs the hooks.
             whole = set() if running else {p for unit in engine.units if unit.held for p in unit.parameters}
             with unhooked(engine.module, whole):
                 failure = yield from _block()
             for binding in bindings if failure is None else ():
-                now, expected = list(binding.parameter.shape), list(binding.placeholder.shape)
+                whole_shape = binding.slice.spec.whole_shape if join else binding.placeholder.shape
+                now, expected = list(binding.parameter.shape), list(whole_shape)
                 if now != expected:
                     failure = ValueError(
                         f"'{binding.name}' has shape {now} at the end of full_parameters, expected {expected}. A "
@@ -85,7 +90,7 @@ def gathered(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -> Iterator
                     )
             failed = [row[0] for row in engine.agree(f"the end of {what}", [int(failure is not None)])]
             if not any(failed):
-                changed = _keep(engine, shown)
+                changed = _keep(engine, shown, join)
             for part in shown if any(failed) else ():
                 if part.own is not part.flat.master:  # the memory that the module computes with
                     with untracked():
@@ -148,7 +153,7 @@ class _Shown(NamedTuple):
     what: str
 
 
-def _show(engine: ZeroEngine, unit: Unit) -> Iterator[_Shown]:
+def _show(engine: ZeroEngine, unit: Unit, join: bool) -> Iterator[_Shown]:
     what = f"full parameters of '{unit.name}'"
     for position, flat in enumerate(unit.flats):
         if isinstance(unit, ReplicatedUnit) and flat.layout.dtype == flat.layout.compute_dtype:
@@ -158,24 +163,35 @@ def _show(engine: ZeroEngine, unit: Unit) -> Iterator[_Shown]:
         else:
             own = flat.master
             full = gather_layout(engine, flat, own, what)
-        for parameter, view in zip(flat.parameters, views_of(full, flat.layout), strict=True):
-            binding = engine.access.bindings[parameter]
+        for one, view in zip(flat.shards, views_of(full, flat.layout), strict=True):
+            binding = engine.access.bindings[one.user]
             binding.held = True
-            binding.show(view)
+            binding.show(joined(one, view) if join else view)
         yield _Shown(unit, flat, full, own, what)
     unit.held = True
 
 
-def _keep(engine: ZeroEngine, shown: Sequence[_Shown]) -> list[int]:
+def joined(one: Slice, tensor: Tensor) -> Tensor:
+    """A tensor of the whole shape, of the parts that the ranks of a tensor group have; a whole one as it is.
+
+    ``tensor`` has the shape of a parameter. Collective: every rank.
+    """
+    if not one.spec.is_split:
+        return tensor
+    found: Tensor = extension("tensor_parallel").join(one, tensor)
+    return found
+
+
+def _keep(engine: ZeroEngine, shown: Sequence[_Shown], join: bool) -> list[int]:
     """Make rank 0's values everyone's. Returns the units that were changed, the same list on every rank."""
     flags = torch.zeros(len(shown), dtype=torch.uint8, device="cpu")
     failure: OffloadError | None = None
     with untracked():
         if engine.collectives.rank == 0:  # the user may have pointed a parameter elsewhere (``parameter.data = ...``)
             pairs = [
-                (view, get_data(parameter))
+                (view, get_data(one.user) if not join or one.spec.part is None else _first_part(one))
                 for part in shown
-                for parameter, view in zip(part.flat.parameters, views_of(part.full, part.flat.layout), strict=True)
+                for one, view in zip(part.flat.shards, views_of(part.full, part.flat.layout), strict=True)
             ]
             moved = [
                 (to, of.clone()) for to, of in pairs if (of.data_ptr(), of.stride()) != (to.data_ptr(), to.stride())
@@ -197,6 +213,12 @@ def _keep(engine: ZeroEngine, shown: Sequence[_Shown]) -> list[int]:
             engine.control.together(what, raising(failure), OffloadError)
         changed = engine.control.any_of(flags).tolist()
     return sorted({part.unit.index for part, flag in zip(shown, changed, strict=True) if flag})
+
+
+def _first_part(one: Slice) -> Tensor:
+    """This rank's part of what the first rank of its tensor group shows. Collective: that group."""
+    found: Tensor = extension("tensor_parallel").part_of_first(one, get_data(one.user))
+    return found
 
 
 def check_between_steps(engine: ZeroEngine, what: str) -> None:
@@ -321,22 +343,28 @@ def gathered_gradients(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -
             yield
             return
         try:
-            shown.update(whole_gradients(engine, slices, what))
+            found = whole_gradients(engine, slices, what)
+            shown.update({one.user: _joined(one, found[one.user]) for one in slices})
             failure, writes = (yield from _block()), ExternalWrites()
             for one in slices:
                 gradient = shown[one.user]
                 failure = failure or _unfit(access.bindings[one.user], gradient)
                 if failure is None:
-                    number = 0 if gradient is None else one.checksum(gradient)
+                    number = 0 if gradient is None else checksum(gradient)
                     writes.note(f"{'no' if gradient is None else 'a'} gradient of '{one.name}', in {what},", number)
             rows = engine.agree(f"the end of {what}", [int(failure is not None), writes.digest])
             _raise_failure(failure, [row[0] for row in rows], what)
             writes.compare([row[1] for row in rows], engine.control)
             for one in slices:
-                access.keep_gradient(access.bindings[one.user], shown[one.user])
+                gradient = shown[one.user]
+                access.keep_gradient(access.bindings[one.user], gradient if gradient is None else one.part_of(gradient))
         finally:
             for one in slices:
                 shown.pop(one.user, None)
+
+
+def _joined(one: Slice, gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else joined(one, gradient)
 
 
 def whole_gradients(engine: ZeroEngine, slices: Sequence[Slice], what: str) -> dict[nn.Parameter, Tensor | None]:
@@ -352,7 +380,7 @@ def _unfit(binding: Binding, gradient: Any) -> Exception | None:
     """Why what the user left is no gradient."""
     if gradient is None:
         return None
-    expected = binding.placeholder.shape, binding.slice.layout.dtype, torch.strided
+    expected = torch.Size(binding.slice.spec.whole_shape), binding.slice.layout.dtype, torch.strided
     if not isinstance(gradient, Tensor) or (gradient.shape, gradient.dtype, gradient.layout) != expected:
         return ValueError(
             f"full_gradients: .grad of '{binding.name}' has shape {list(getattr(gradient, 'shape', []))} and "

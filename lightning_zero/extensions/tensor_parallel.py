@@ -25,12 +25,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from lightning_zero.comm.control import ControlGroup
+from lightning_zero._torch import untracked
+from lightning_zero.comm.control import ControlGroup, naming_failures
 from lightning_zero.comm.groups import connections
 from lightning_zero.engine.guard import WRAPPERS
 from lightning_zero.errors import some
 from lightning_zero.optim.rules import optimizer_rule
 from lightning_zero.plan.layout import Part
+from lightning_zero.shards.binding import binding_of
 from lightning_zero.shards.slice import Slice
 
 __all__ = ["adopt", "localise", "make_mesh", "mesh_sizes"]
@@ -105,6 +107,7 @@ def localise(module: nn.Module, mesh: DeviceMesh, control: ControlGroup) -> None
                 _send(parameter, group)
                 whole = tuple(parameter.shape)
                 parameter.tensor_part = Part(whole, None, 0, group.get_local_rank(), group.size())  # type: ignore[attr-defined]
+            child._parameters[key].tensor_mesh = group  # type: ignore[union-attr]
     WRAPPERS[DTensor] = _inside
 
 
@@ -124,6 +127,27 @@ def adopt(optimizers: Sequence[Optimizer], owned: Mapping[nn.Parameter, Slice]) 
                 f"{type(optimizer).__name__} steps on whole parameters, and tensor parallelism has split "
                 f"{some(map(repr, split))}. Give these to an optimizer that updates each element for itself (AdamW)."
             )
+
+
+def join(one: Slice, local: Tensor) -> Tensor:
+    """The whole tensor of which each rank of a tensor group has a part like this parameter. Collective: the group."""
+    part, group = one.spec.part, one.user.tensor_mesh.get_group()  # type: ignore[attr-defined]
+    with untracked():
+        local = local.contiguous()
+        parts = [torch.empty_like(local) for _ in range(part.ranks)]  # type: ignore[union-attr]
+        with naming_failures(f"putting the parts of '{one.name}' together", dist.get_rank(), group):
+            dist.all_gather(parts, local, group=group)
+        return torch.cat(parts, part.dim)  # type: ignore[union-attr, arg-type]
+
+
+def part_of_first(one: Slice, whole: Tensor) -> Tensor:
+    """This rank's part of the whole tensor that the first rank of its tensor group has. Collective: the group."""
+    group = one.user.tensor_mesh.get_group()  # type: ignore[attr-defined]
+    with untracked():
+        whole = whole.detach().clone(memory_format=torch.contiguous_format)
+        with naming_failures(f"sending what was written to '{one.name}'", dist.get_rank(), group):
+            dist.broadcast(whole, group=group, group_src=0)
+        return one.part_of(whole)
 
 
 def _problem(name: str, parameter: DTensor, group: DeviceMesh) -> str:
@@ -216,7 +240,8 @@ def _reader(key: str) -> Callable[[nn.Module], Any]:
     def read(layer: nn.Module) -> Any:
         local: Any = layer._parameters[key]
         spec = getattr(local, "tensor_spec", None)
-        if spec is None:  # the user has put something else there
+        binding = binding_of(local) if spec is not None else None
+        if spec is None or (binding is not None and binding.held):  # the user's own, or whole in the user's hands
             return local
         mesh, placements, shape, stride = spec
         return DTensor.from_local(_settled(local), mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -102,6 +102,13 @@ class Slice:
         """1-D: the elements that are here of another tensor of the parameter's shape."""
         return flat_range(whole.detach(), self.start, self.data.numel())
 
+    def part_of(self, whole: Tensor) -> Tensor:
+        """Of a tensor of the whole shape what is of this rank's parameter, where tensor parallelism has split it."""
+        part = self.spec.part
+        if part is None or part.dim is None:
+            return whole
+        return whole.narrow(part.dim, part.start, self.spec.shape[part.dim])
+
     def checksum(self, whole: Tensor) -> int:
         """A number for a tensor of the parameter's shape that ranks can compare: 0 where they have different parts."""
         return 0 if self.spec.is_split else checksum(whole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_zero import full_parameters
+from lightning_zero import full_gradient, full_gradients, full_optimizer_state, full_parameters, grad_norm
 from lightning_zero.errors import DivergenceError, ZeroError
 from lightning_zero.shards.binding import is_absent
+from tests.helpers import split
 from tests.helpers.cases import WIDTH, Case, Stack, case
 from tests.helpers.models import ZOO
 from tests.helpers.training import build, make_trainer, quiet
@@ -425,3 +427,50 @@ def test_ranks_in_different_places_are_told_so() -> None:
     for message in run_world(2, train):
         assert "full_parameters('model.layers.0')" in message
         assert "full_parameters('model.layers.1')" in message
+
+
+class Whole(split.Split):
+    """Notes what every rank sees whole in each step, halves gradients, and scales weights on rank 0."""
+
+    def on_fit_start(self) -> None:
+        self.noted: dict[str, Tensor] = {}
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        with full_gradients(self):
+            for name, parameter in self.named_parameters():
+                if parameter.grad is not None:
+                    self.noted[f"gradient of {name}"] = parameter.grad.clone()
+                    parameter.grad.mul_(0.5)
+        halved = full_gradient(self, "net.blocks.1.down.weight")
+        assert halved is not None
+        self.noted["halved"] = halved
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with full_parameters(self):
+            state = self.state_dict()
+            copied = copy.deepcopy(self.net)
+            for name, parameter in self.named_parameters():
+                assert state[name].shape == parameter.shape
+                self.noted[name] = parameter.detach().clone()
+            self.noted["copied"] = copied.blocks[0].up.weight.detach().clone()
+            with torch.no_grad():
+                for parameter in self.parameters() if self.global_rank == 0 else ():
+                    parameter.mul_(1.25)
+        self.noted["state"] = full_optimizer_state(self, "net.blocks.1.down.weight", "exp_avg")
+        self.noted["norm"] = grad_norm(self).double()
+
+
+def test_tensors_are_whole_over_both_dimensions_of_a_mesh() -> None:
+    """What tensor parallelism has split is whole in the user's hands, on every rank, and cut again afterwards."""
+
+    def noted(layout: split.Layout) -> dict[str, Tensor]:
+        module = Whole()
+        split.fit(layout, module, 3)
+        return module.noted
+
+    def rank(_: int) -> None:
+        expected = noted(split.Layout(3, 4))
+        for layout in (split.Layout(1, 2, 2), split.Layout(2, 1, 4), split.Layout(3, 2, 2)):
+            assert split.distance(expected, noted(layout)) < 1e-12
+
+    run_world(4, rank, timeout=120)
