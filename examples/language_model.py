@@ -243,56 +243,36 @@ class Block(nn.Module):
         return x + self.network_out(F.gelu(self.network_in(self.network_norm(x))))
 
 
-class ByteGPT(LightningModule):
-    """A GPT over bytes.
+class ByteModel(LightningModule):
+    """What language models over bytes have in common: their training. A subclass makes the layers.
 
     Args:
-        dim: Width of the model, a multiple of ``2 * heads``.
-        layers: Number of transformer blocks.
-        heads: Attention heads per block.
-        context: Most bytes the model can see. Taken from ``data.window``.
-        tied: Use the embedding's weights in the output layer too.
+        context: Most bytes the model can see.
         learning_rate: Highest learning rate, reached at the end of the warm-up.
         weight_decay: AdamW's weight decay, for matrices only.
         warmup_steps: Steps of linear warm-up; from there the learning rate falls to a tenth along a cosine.
     """
 
-    def __init__(
-        self,
-        dim: int = 128,
-        layers: int = 6,
-        heads: int = 4,
-        context: int = 256,
-        tied: bool = False,
-        learning_rate: float = 3e-3,
-        weight_decay: float = 0.1,
-        warmup_steps: int = 50,
-    ) -> None:
+    embedding: nn.Embedding
+    blocks: nn.ModuleList
+    norm: nn.Module
+    head: nn.Linear
+
+    def __init__(self, context: int, learning_rate: float, weight_decay: float, warmup_steps: int) -> None:
         super().__init__()
-        if dim % (2 * heads):
-            raise ValueError(f"model.dim must be a multiple of 2 * model.heads, got dim={dim} and heads={heads}")
-        self.save_hyperparameters()
         self.context = context
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
         self.warmup_steps = warmup_steps
-        self.embedding = nn.Embedding(VOCABULARY, dim)
-        self.blocks = nn.ModuleList(Block(dim, heads, context) for _ in range(layers))
-        self.norm = nn.LayerNorm(dim)
-        self.head = nn.Linear(dim, VOCABULARY, bias=False)
         self.val_bits_per_byte = BitsPerByte()
-        self._initialize()
-        if tied:
-            self.head.weight = self.embedding.weight
 
-    def _initialize(self) -> None:
+    def _initialize(self, into_residual: Sequence[nn.Linear]) -> None:
         """Small normal weights; what is added to the residual stream is smaller the more blocks add to it (GPT-2)."""
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
-        for block in self.blocks:
-            for linear in (block.attention_out, block.network_out):
-                nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * len(self.blocks)))
+        for linear in into_residual:
+            nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * len(self.blocks)))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map bytes ``(batch, time)`` of any integer dtype to the logits of the next byte, ``(batch, time, 256)``."""
@@ -340,8 +320,46 @@ class ByteGPT(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class ByteGPT(ByteModel):
+    """A GPT over bytes.
+
+    Args:
+        dim: Width of the model, a multiple of ``2 * heads``.
+        layers: Number of transformer blocks.
+        heads: Attention heads per block.
+        context: Most bytes the model can see. Taken from ``data.window``.
+        tied: Use the embedding's weights in the output layer too.
+        learning_rate: Highest learning rate, reached at the end of the warm-up.
+        weight_decay: AdamW's weight decay, for matrices only.
+        warmup_steps: Steps of linear warm-up; from there the learning rate falls to a tenth along a cosine.
+    """
+
+    def __init__(
+        self,
+        dim: int = 128,
+        layers: int = 6,
+        heads: int = 4,
+        context: int = 256,
+        tied: bool = False,
+        learning_rate: float = 3e-3,
+        weight_decay: float = 0.1,
+        warmup_steps: int = 50,
+    ) -> None:
+        super().__init__(context, learning_rate, weight_decay, warmup_steps)
+        if dim % (2 * heads):
+            raise ValueError(f"model.dim must be a multiple of 2 * model.heads, got dim={dim} and heads={heads}")
+        self.save_hyperparameters()
+        self.embedding = nn.Embedding(VOCABULARY, dim)
+        self.blocks = nn.ModuleList(Block(dim, heads, context) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, VOCABULARY, bias=False)
+        self._initialize([linear for block in self.blocks for linear in (block.attention_out, block.network_out)])
+        if tied:
+            self.head.weight = self.embedding.weight
+
+
 @torch.no_grad()
-def generate(model: ByteGPT, prompt: bytes, length: int, *, temperature: float = 0.8, seed: int = 0) -> bytes:
+def generate(model: ByteModel, prompt: bytes, length: int, *, temperature: float = 0.8, seed: int = 0) -> bytes:
     """Continue ``prompt`` by ``length`` bytes drawn from the model, and return both.
 
     The model runs exactly ``length`` times, whatever it writes.
