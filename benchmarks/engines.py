@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 from worlds import Turns
@@ -66,11 +68,20 @@ class Task:
         torch.manual_seed(0)
         return GPT(self.width, self.layers, **self.options)
 
-    def batch(self, index: int) -> Tensor:
-        """The tokens of one step on this rank: the same ones under every engine."""
-        generator = torch.Generator().manual_seed(index * dist.get_world_size() + dist.get_rank())
+    def batch(self, index: int, group: int = 1) -> Tensor:
+        """The tokens of one step on this rank: the same ones under every engine.
+
+        Args:
+            index: of the step.
+            group: so many neighbouring ranks get the tokens of them all.
+        """
         sequences, length = self.tokens
-        return torch.randint(0, VOCABULARY, (sequences, length + 1), generator=generator)
+        first = dist.get_rank() // group * group
+        batches = []
+        for rank in range(first, first + group):
+            generator = torch.Generator().manual_seed(index * dist.get_world_size() + rank)
+            batches.append(torch.randint(0, VOCABULARY, (sequences, length + 1), generator=generator))
+        return torch.cat(batches)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Around the forward of engines that do not cast by themselves."""
@@ -164,15 +175,15 @@ def deepspeed(task: Task, turns: Turns, *, stage: int, **options: Any) -> None:
 class Batches(IterableDataset[Tensor]):
     """A batch for each step of a turn. Has a length, or Lightning would fetch one batch ahead of its step."""
 
-    def __init__(self, task: Task, turns: Turns) -> None:
-        self._task, self._turns = task, turns
+    def __init__(self, task: Task, turns: Turns, group: int) -> None:
+        self._task, self._turns, self._group = task, turns, group
 
     def __len__(self) -> int:
         return 10**6
 
     def __iter__(self) -> Iterator[Tensor]:
         while self._turns.more():
-            yield self._task.batch(self._turns.index)
+            yield self._task.batch(self._turns.index, self._group)
 
 
 class Module(pl.LightningModule):
@@ -186,10 +197,14 @@ class Module(pl.LightningModule):
     def __init__(self, task: Task, turns: Turns) -> None:
         super().__init__()
         self.model = task.model()
-        self._turns = turns
+        self._turns, self._parallel = turns, False
 
     def configure_model(self) -> None:
-        """Lightning's FSDP2 strategy wants its units named here."""
+        """Tensor parallelism is asked for here, and Lightning's FSDP2 strategy wants its units named."""
+        if self.device_mesh is not None and not self._parallel:
+            self._parallel = True
+            if self.device_mesh["tensor_parallel"].size() > 1:
+                parallelize(self.model, self.device_mesh["tensor_parallel"])
         if isinstance(self.trainer.strategy, ModelParallelStrategy) and not isinstance(self.model, FSDPModule):
             mesh = self.device_mesh["data_parallel"]
             for module in (
@@ -223,7 +238,30 @@ class Module(pl.LightningModule):
         return make_optimizer(self.parameters())
 
 
-def lightning(task: Task, turns: Turns, *, strategy: Callable[[], Any], clip_at: float | None = CLIP_AT) -> None:
+def parallelize(model: Any, mesh: DeviceMesh) -> None:
+    """Split a ``GPT`` over the ranks of a tensor-parallel group, and the activations between its layers too."""
+    pieces = Shard(1)  # of the sequence
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=pieces),
+            "blocks.*.first": SequenceParallel(),
+            "blocks.*.attention": ColwiseParallel(input_layouts=pieces),
+            "blocks.*.mix": RowwiseParallel(output_layouts=pieces),
+            "blocks.*.second": SequenceParallel(),
+            "blocks.*.up": ColwiseParallel(input_layouts=pieces),
+            "blocks.*.down": RowwiseParallel(output_layouts=pieces),
+            "norm": SequenceParallel(),
+            "head": ColwiseParallel(input_layouts=pieces, output_layouts=Replicate()),
+        },
+    )
+    model.head.weight = model.embedding.weight  # each layer has got a tensor of its own
+
+
+def lightning(
+    task: Task, turns: Turns, *, strategy: Callable[[], Any], clip_at: float | None = CLIP_AT, group: int = 1
+) -> None:
     """A Trainer that does nothing but train."""
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -239,7 +277,7 @@ def lightning(task: Task, turns: Turns, *, strategy: Callable[[], Any], clip_at:
         use_distributed_sampler=False,
     )
     turns.trainer = trainer
-    trainer.fit(Module(task, turns), DataLoader(Batches(task, turns), batch_size=None))
+    trainer.fit(Module(task, turns), DataLoader(Batches(task, turns, group), batch_size=None))
 
 
 def trainer_ddp() -> Any:
@@ -247,9 +285,9 @@ def trainer_ddp() -> Any:
     return DDPStrategy(gradient_as_bucket_view=True)
 
 
-def model_parallel() -> Any:
-    """Lightning's FSDP2."""
-    return ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
+def model_parallel(tensor: int = 1) -> Any:
+    """Lightning's FSDP2; with tensor parallelism if so many ranks compute a layer together."""
+    return ModelParallelStrategy(data_parallel_size=dist.get_world_size() // tensor, tensor_parallel_size=tensor)
 
 
 @dataclass(frozen=True)
@@ -266,6 +304,7 @@ class Engine:
         package: what must be installed.
         process: bytes of a rank beside its model.
         environment: variables of its processes.
+        group: so many neighbouring ranks train on the tokens of them all, and have one loss.
     """
 
     label: str
@@ -277,6 +316,7 @@ class Engine:
     package: str = "torch"
     process: int = 100 * 10**6
     environment: tuple[tuple[str, str], ...] = ()
+    group: int = 1
 
     @property
     def installed(self) -> bool:
@@ -304,6 +344,12 @@ _GLOO = (("LIGHTNING_ZERO_SHARED_MEMORY", "0"),)
 def _zero(stage: int, label: str, environment: tuple[tuple[str, str], ...] = ()) -> Engine:
     train = partial(lightning, strategy=partial(ZeroStrategy, stage, units=["Block"]))
     return Engine(label, stage, train, 14.0, 19.0, ours=True, environment=environment)
+
+
+def _tensor_parallel(stage: int) -> Engine:
+    strategy = partial(ZeroStrategy, stage, units=["Block"], tensor_parallel_size=2)
+    train = partial(lightning, strategy=strategy, group=2)
+    return Engine(f"zero{stage}, tensor-parallel", stage, train, 14.0, 19.0, ours=True, group=2)
 
 
 def earlier(stage: int, folder: Path) -> Engine:
@@ -336,4 +382,15 @@ ENGINES = {
     "deepspeed3": _deepspeed(3),
     "zero3": _zero(3, "zero3"),
     "zero3-gloo": _zero(3, "zero3, over gloo", _GLOO),
+    "fsdp2-tp": Engine(
+        "FSDP2, tensor-parallel",
+        3,
+        partial(lightning, strategy=partial(model_parallel, 2), group=2),
+        8.0,
+        22.0,
+        group=2,
+    ),
+    "zero1-tp": _tensor_parallel(1),
+    "zero2-tp": _tensor_parallel(2),
+    "zero3-tp": _tensor_parallel(3),
 }

@@ -30,17 +30,16 @@ class Block(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.heads = max(1, width // HEAD_WIDTH)
+        self.head_width = width // max(1, width // HEAD_WIDTH)
         self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention, self.mix = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x``: batch, length, width."""
-        query, key, value = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in self.attention(self.first(x)).chunk(3, dim=-1)
-        )
+        # Each head's query, key and value follow one another, so that ranks can share the heads.
+        projected = self.attention(self.first(x)).unflatten(-1, (-1, 3, self.head_width))
+        query, key, value = projected.transpose(1, 2).unbind(3)
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.mix(seen.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.second(x))))

@@ -168,12 +168,6 @@ def watch(folder: Path) -> None:
     raise_failure("a collective", 0, RuntimeError("connection reset"))
 
 
-def tensor_parallel(folder: Path) -> None:
-    from lightning_zero import ZeroStrategy
-
-    fit(ZeroStrategy(3, tensor_parallel_size=2))
-
-
 def inspection(folder: Path) -> None:
     from lightning_zero import verify_checkpoint
 
