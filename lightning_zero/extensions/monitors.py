@@ -125,9 +125,11 @@ class StepMonitor(pl.Callback):
         """Show the summary."""
         if self._strategy is None:
             return
+        size = self._strategy.session.groups.shard.tensor
         self.on_exception()
         if self.summary if self.summary is not None else not trainer.loggers:
-            lines = [f"{type(self).__name__}, rank 0 of {trainer.world_size}"]
+            parallel = f", with its parts of what a tensor-parallel group of {size} has split" if size > 1 else ""
+            lines = [f"{type(self).__name__}, rank 0 of {trainer.world_size}{parallel}"]
             for rows in self.tables():
                 lines += ["", *table(rows)]
             if len(lines) == 1:

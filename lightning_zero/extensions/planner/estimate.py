@@ -12,6 +12,7 @@ host. Weights that a host's ranks keep (``Placement.keeping``) cross hosts once 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -96,6 +97,7 @@ class MemoryEstimate:
 
     numel: int  #: Parameters of the model.
     world_size: int  #: Ranks that share it.
+    tensor_parallel_size: int = 1  #: Of them, those that compute each layer together.
     optimizer: OptimizerCost  #: What was counted with.
     precision: str  #: As Lightning calls it, of the largest unit that is trained: ``bf16-mixed``.
     stages: Mapping[str, StageMemory]  #: By name, from what changes least to what takes most time.
@@ -109,7 +111,7 @@ class MemoryEstimate:
     activations: int | None = None  #: Bytes of them that are in every peak; ``None``: they are in none.
 
     def __post_init__(self) -> None:
-        if self.hosts < 1 or self.world_size % self.hosts:
+        if self.hosts < 1 or self.world_size % (self.hosts * self.tensor_parallel_size):
             raise ValueError(f"hosts must be a number that divides the {self.world_size} ranks, got {self.hosts}.")
         if self.shard_within and (self.keeping or getattr(self.compression, "weights", None)):
             raise ValueError("shard_within goes neither with secondary_shards nor with Compression.weights.")
@@ -142,7 +144,8 @@ class MemoryEstimate:
         kept = self.keeping is not None and name.startswith("zero3")
         hops = self.shard_within is None and (any(formats) or kept)
         rings = name == NONE or (self.accelerator and not hops)
-        return on_links(self.stages[name].traffic, self.hosts, rings=rings, formats=formats)
+        leaving, within = on_links(self.stages[name].traffic, self.hosts, rings=rings, formats=formats)
+        return leaving * self.tensor_parallel_size, within
 
     def recommend(
         self, device_nbytes: int, *, host_nbytes: int | None = None, activations_nbytes: int | None = None
@@ -225,6 +228,7 @@ class MemoryEstimate:
             if any(sizes) or word.startswith("at "):
                 rows.append((word, *(readable_size(size) if size else "-" for size in sizes)))
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size:,} ranks"
+        ranks += f" in tensor-parallel groups of {self.tensor_parallel_size}" if self.tensor_parallel_size > 1 else ""
         ranks += f", {self.micro_steps} micro-steps in a step" if self.micro_steps > 1 else ""
         shards = (
             f"shard groups of {self.shard_within}" if self.shard_within else "secondary shards" * bool(self.keeping)
@@ -263,6 +267,7 @@ def estimate_memory(
     model: nn.Module | Plan | float | str,
     *,
     world_size: int | None = None,
+    tensor_parallel_size: int = 1,
     optimizer: Optimizer | type | str | OptimizerCost = "AdamW",
     dtype: torch.dtype = torch.float32,
     param_dtype: torch.dtype | None = None,
@@ -286,6 +291,7 @@ def estimate_memory(
     Args:
         model: a module (on the meta device, if it is large), a plan, or a number of parameters such as ``"7.5B"``.
         world_size, hosts, micro_steps: ranks (a plan has its own); nodes of equal size; forwards per step.
+        tensor_parallel_size: of a node's ranks; for a number of parameters, all of which count as split.
         optimizer, dtype: see ``OptimizerCost.of``; the dtype of the parameters, where the model is a number.
         param_dtype, reduce_dtype: dtypes of computation and of gradient averaging; ``None``: the parameters' or plan's.
         accelerator: whether ranks use one, where torch's optimizers take more memory for a step unless they are fused.
@@ -309,6 +315,15 @@ def estimate_memory(
         name = f"zero{number}" + ("" if model.offload is None else "_offload")
         return _of_plans({name: model}, receive_buffer, **told)
     world_size = check_whole("world_size", world_size, least=1, unit="ranks")
+    size = check_whole("tensor_parallel_size", tensor_parallel_size, least=1, unit="ranks")
+    told["tensor_parallel_size"] = size
+    if size > 1 and world_size // max(1, hosts) % size:
+        raise ValueError(
+            f"tensor_parallel_size={size} does not divide the {world_size // max(1, hosts)} ranks of a node."
+        )
+    world_size //= size
+    if size > 1 and isinstance(model, nn.Module):
+        raise ValueError("With tensor_parallel_size give the number of parameters: a module is not divided here.")
     exchange: dict[str, Any] = {"span": shard_within, "secondary_shards": secondary_shards, "compression": compression}
     # Optimizers of whole parameters do not go with offload from an accelerator: see optim/rules.py.
     kinds = {name: kind for name, kind in _STAGES.items() if not (kind[1] and cost.whole and accelerator)}
@@ -338,7 +353,13 @@ def _of_plans(plans: Mapping[str, Plan], receive_buffer: bool, **told: Any) -> M
     layouts = first.trainable_layouts or first.layouts
     most = max(layouts, key=lambda layout: layout.parameter_numel, default=None)
     told["precision"] = _precision(most.dtype, most.compute_dtype, most.reduce_dtype) if most else NONE
-    return MemoryEstimate(numel=first.numel, world_size=first.world_size, stages=stages, counted=True, **told)
+    told["tensor_parallel_size"] = size = _tensor_ranks(first)
+    told |= {"numel": sum(math.prod(spec.whole_shape) for spec in first.parameters), "stages": stages}
+    return MemoryEstimate(world_size=first.world_size * size, counted=True, **told)
+
+
+def _tensor_ranks(plan: Plan) -> int:
+    return max((spec.part.ranks for spec in plan.parameters if spec.part), default=1)
 
 
 def _without(plan: Plan, cost: OptimizerCost, accelerator: bool, activations: int) -> StageMemory:
@@ -375,6 +396,8 @@ def _of_count(
     first, _ = next(iter(kinds.values()))
     told |= {"shard_within": first.span, "keeping": first.keeping, "precision": _precision(*dtypes)}
     ranks = world_size, first.span or world_size
+    whole, size = numel, told["tensor_parallel_size"]
+    numel = -(-numel // size)
     cost, micro_steps, share = told["optimizer"], told["micro_steps"], -(-numel // ranks[1])
     own, compute, reduced = (dtype.itemsize for dtype in dtypes)
     mixed, part, none = dtypes[0] != dtypes[1], partial(CollectiveTraffic, 1), CollectiveTraffic()
@@ -417,7 +440,7 @@ def _of_count(
         return StageMemory(name=name, rest=rest, peak=peak, host=host, traffic=traffic)
 
     stages = {name: stage(name, *kind) for name, kind in {NONE: (None, None), **kinds}.items()}
-    return MemoryEstimate(numel=numel, world_size=world_size, stages=stages, counted=False, **told)
+    return MemoryEstimate(numel=whole, world_size=world_size * size, stages=stages, counted=False, **told)
 
 
 def _precision(own: torch.dtype, compute: torch.dtype, reduce: torch.dtype) -> str:
@@ -521,6 +544,7 @@ def describe_plan(
         f"Plan for {plan.world_size} ranks: parameters {placement.parameters.value}, gradients "
         f"{placement.gradients.value}, optimizer {placement.optimizer.value}; prefetch {plan.prefetch}"
         + (f"; shard groups of {plan.group_size}" if plan.group_size != plan.world_size else "")
+        + (f"; of each tensor-parallel group of {ranks} one rank" if (ranks := _tensor_ranks(plan)) > 1 else "")
     ]
     if offload is not None:
         what = " and ".join(name for name in ("optimizer", "parameters") if getattr(offload, name))
