@@ -10,11 +10,17 @@ and so it is an ordinary tensor when the engine takes it.
 
 [Note: who counts]
 What the tensor group has split counts in a norm on each of its ranks; what all of them have alike counts on the first.
+
+[Note: gradients that must agree]
+A parameter that is no DTensor is the same on all ranks of a tensor group only as long as they compute the same gradient
+for it. They do not where a norm between sequence-parallel layers is left out of the plan, or batches differ. The first
+step compares them, by norms and products with random vectors: a twentieth of a norm is no rounding. Where a rank's
+activations are split otherwise, or layers are called with its part of the batch, gradients are too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, cast
 
@@ -28,26 +34,30 @@ from torch.optim import Optimizer
 from lightning_zero._torch import untracked
 from lightning_zero.comm.control import ControlGroup, naming_failures
 from lightning_zero.comm.groups import connections
+from lightning_zero.config import SessionSettings
+from lightning_zero.engine import ZeroEngine
 from lightning_zero.engine.guard import WRAPPERS
-from lightning_zero.errors import some
+from lightning_zero.errors import DivergenceError, some
+from lightning_zero.optim.hooks import is_hooked
 from lightning_zero.optim.rules import optimizer_rule
 from lightning_zero.plan.layout import Part
 from lightning_zero.shards.binding import binding_of
 from lightning_zero.shards.slice import Slice
 
-__all__ = ["adopt", "localise", "make_mesh", "mesh_sizes"]
+__all__ = ["adopt", "in_step", "localise", "make_mesh", "mesh_sizes"]
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"  # as Lightning's ModelParallelStrategy names them
 
 
-def mesh_sizes(tensor: int | str, data: int | str, on_node: int, world_size: int) -> tuple[int, int]:
-    """Ranks of a data-parallel and of a tensor-parallel group. ``"auto"`` for ``tensor``: the ranks of a node.
+def mesh_sizes(settings: SessionSettings, on_node: int, world_size: int) -> tuple[int, int]:
+    """Ranks of a data-parallel and of a tensor-parallel group. ``"auto"`` for the latter: the ranks of a node.
 
     Raises:
         ValueError: if the world is not the product of both.
     """
+    tensor, data = settings.tensor_parallel_size, settings.data_parallel_size
     within = min(on_node, world_size) if tensor == "auto" else cast(int, tensor)
-    groups = world_size // within if data == "auto" else cast(int, data)
+    groups = world_size // within if data == "auto" else data
     if groups * within != world_size:
         raise ValueError(
             f"tensor_parallel_size={tensor!r} and data_parallel_size={data!r} make a mesh of {groups} x {within} "
@@ -111,12 +121,14 @@ def localise(module: nn.Module, mesh: DeviceMesh, control: ControlGroup) -> None
     WRAPPERS[DTensor] = _inside
 
 
-def adopt(optimizers: Sequence[Optimizer], owned: Mapping[nn.Parameter, Slice]) -> None:
-    """Put local parameters in the place of DTensors in optimizers that were made before ``localise``.
+def adopt(optimizers: Sequence[Optimizer], engine: ZeroEngine) -> None:
+    """Put local parameters in the place of DTensors in optimizers that were made before ``localise``, and have the
+    first step of each compare gradients: see [Note: gradients that must agree].
 
     Raises:
         ValueError: for an optimizer that steps on whole parameters, and has one that is split.
     """
+    owned, control = {one.user: one for one in engine.shards.values()}, engine.control
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"] = [getattr(one, "_local_parameter", one) for one in group["params"]]
@@ -127,6 +139,57 @@ def adopt(optimizers: Sequence[Optimizer], owned: Mapping[nn.Parameter, Slice]) 
                 f"{type(optimizer).__name__} steps on whole parameters, and tensor parallelism has split "
                 f"{some(map(repr, split))}. Give these to an optimizer that updates each element for itself (AdamW)."
             )
+        alike = [owned[one] for one in members if one in owned and not owned[one].spec.is_split]
+        if alike and not is_hooked(optimizer):  # else it steps on from the fit before
+            first = optimizer.register_step_pre_hook(lambda *_, alike=alike: _compare(alike, control))
+            optimizer.register_step_post_hook(lambda *_, first=first: first.remove())
+
+
+def _compare(slices: Sequence[Slice], control: ControlGroup) -> None:
+    """Raise ``DivergenceError`` if a gradient differs in a tensor group. Collective: every rank."""
+    numbers = [_numbers(one.gradient) for one in slices]
+    rows: list[list[list[float]]] = control.gather_objects(numbers, "gradients that tensor groups have alike")
+    part = cast(Part, slices[0].spec.part)
+    for rank, row in enumerate(rows):
+        first = rank // part.ranks * part.ranks
+        total = sum(norm**2 for norm, *_ in row) ** 0.5
+        for one, (norm, *ours), (_, *others) in zip(slices, row, rows[first], strict=True):
+            noise = torch.finfo(one.user.dtype).eps ** 0.5 / 100 * total
+            if max(abs(a - b) for a, b in zip(ours, others, strict=True)) > 0.05 * norm + noise:
+                raise DivergenceError(
+                    f"The gradients of '{one.name}' on ranks {first} and {rank} differ. They are of one tensor group, "
+                    "whose ranks all have this parameter whole, and would train it apart. Each of them sees a part of "
+                    "what it is applied to: name its layer in the plan of `parallelize_module` (a norm between "
+                    "sequence-parallel layers: `SequenceParallel()`), so that gradients are added up. Or they got "
+                    "different batches or random numbers: a sampler of your own goes by "
+                    f"`self.device_mesh['{DATA}'].get_local_rank()`."
+                )
+
+
+def in_step(engine: ZeroEngine, tensor: int) -> Callable[[str, Sequence[int]], list[list[int]]]:
+    """``engine.agree`` about batches, which are the same on all ranks of a tensor group, or ``DivergenceError``."""
+
+    def agree(place: str, values: Sequence[int]) -> list[list[int]]:
+        rows = engine.agree(place, values)
+        for rank, row in enumerate(rows):
+            if row != rows[first := rank // tensor * tensor]:
+                raise DivergenceError(
+                    f"Ranks {first} and {rank} are of one tensor group and differ in {place}. They compute each layer "
+                    "together, and need the same batches. Leave the sampler to the Trainer, or have yours go by "
+                    f"`self.device_mesh['{DATA}']`: its size, and `get_local_rank()` in it."
+                )
+        return rows
+
+    return agree
+
+
+def _numbers(gradient: Tensor | None) -> list[float]:
+    """The norm of a gradient, and products with two random vectors, by which gradients can be compared."""
+    if gradient is None:
+        return [0.0, 0.0, 0.0]
+    values, generator = gradient.detach().double().cpu().flatten(), torch.Generator().manual_seed(0)
+    products = [float(values @ torch.randn(values.numel(), generator=generator).double()) for _ in range(2)]
+    return [float(values.norm()), *products]
 
 
 def join(one: Slice, local: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_zero.config import Uneven
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import DivergenceError, some
+from lightning_zero.registry import extension
 from lightning_zero.shards.slice import fingerprint
 from lightning_zero.trainer.callbacks import Replaced
 
@@ -141,7 +142,9 @@ def _in_step(strategy: Any, trainer: Any, loop: Any, request: Callable[[], Any])
         given, module = request(), trainer.lightning_module
         policy = strategy.loaders.training if training else strategy.loaders.evaluation
         listens = not training and not strategy.placement.shards_parameters  # to signals
-        free = listens and policy == "join" and trainer.state.fn != TrainerFn.FITTING
+        mesh, engine = strategy._device_mesh, strategy.engine
+        agree = engine.agree if mesh is None else extension("tensor_parallel").in_step(engine, mesh.size(1))
+        free = listens and policy == "join" and trainer.state.fn != TrainerFn.FITTING and mesh is None
         by_hand = is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True)
         if strategy.world_size == 1 or free or by_hand:
             return given
@@ -157,7 +160,7 @@ def _in_step(strategy: Any, trainer: Any, loop: Any, request: Callable[[], Any])
             given if isinstance(given, CombinedLoader) else CombinedLoader(given, mode),  # type: ignore[arg-type]
             _name=name,
             _policy=policy,
-            _agree=strategy.engine.agree,
+            _agree=agree,
             _ways=_WAYS.format("training" if training else "evaluation"),
             _take_part=None if training else partial(strategy.take_part, step),
             _listens=listens,
@@ -197,7 +200,7 @@ class _InLockStep(CombinedLoader):
     _listens: bool  # whether signals are to be told of with each batch in any case
     _progress: Any
     _take_part: Callable[[], None] | None
-    _length: int | None  # what Lightning is told. With none it fetches one batch ahead of the step
+    _length: int | None = None  # what Lightning is told. With none it fetches one batch ahead of the step
 
     @staticmethod
     def of(combined: CombinedLoader, **settings: Any) -> CombinedLoader:

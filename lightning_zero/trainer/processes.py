@@ -202,7 +202,6 @@ class Processes:
                 f"The process group has {dist.get_world_size()} ranks, but devices={self.num_processes} and "
                 f"num_nodes={self.num_nodes} ask for {self.num_ranks}. {_HOW_MANY}"
             )
-
         if self.settings.tensor_parallel_size is not None:
             self._device_mesh = extension("tensor_parallel").make_mesh(device, *self._mesh_sizes())
 
@@ -211,10 +210,8 @@ class Processes:
         settings = self.settings
         if settings.tensor_parallel_size is None:
             return self.num_ranks, 1
-        sizes: tuple[int, int] = extension("tensor_parallel").mesh_sizes(
-            settings.tensor_parallel_size, settings.data_parallel_size, self.num_processes, self.num_ranks
-        )
-        return sizes
+        mesh_sizes = extension("tensor_parallel").mesh_sizes
+        return mesh_sizes(settings, self.num_processes, self.num_ranks)  # type: ignore[no-any-return]
 
     @property
     def device_mesh(self) -> Any:
@@ -249,7 +246,7 @@ class Processes:
     def _adopt(self, optimizers: Sequence[Optimizer]) -> None:
         """Let optimizers of a module that is parallelised have these parameters. Local."""
         if self._device_mesh is not None:
-            extension("tensor_parallel").adopt(optimizers, {one.user: one for one in self.engine.shards.values()})
+            extension("tensor_parallel").adopt(optimizers, self.engine)
 
     @property
     def session(self) -> ZeroSession:

@@ -244,8 +244,8 @@ class ZeroStrategy(Processes, ParallelStrategy):
 
     @property
     def _absent(self) -> bool:
-        """Whether parameters do not hold their values between steps."""
-        return self.placement.shards_parameters or self.precision_plugin.param_dtype is not None
+        """Whether parameters do not hold their values between steps, or not whole."""
+        return self.placement.shards_parameters or bool(self.precision_plugin.param_dtype or self._device_mesh)
 
     def _lay_out(self, trainer: Trainer, stored: Collection[str] = ()) -> None:
         """Shard the module, once in a run: in ``setup``, or before, when its weights are read. Collective.

@@ -30,7 +30,22 @@ from torch.utils.data import DataLoader
 from lightning_zero import ZeroStrategy, full_parameters
 from tests.helpers.training import make_trainer
 
-__all__ = ["Llama", "Mlp", "Parallel", "alone", "distance", "drawn", "fit", "gelu_plan", "llama_plan", "quiet", "whole"]
+__all__ = [
+    "Llama",
+    "Mlp",
+    "Parallel",
+    "adamw",
+    "alone",
+    "distance",
+    "drawn",
+    "fit",
+    "gelu_plan",
+    "llama_plan",
+    "loss_of",
+    "made",
+    "quiet",
+    "whole",
+]
 
 VOCABULARY, WIDTH, LENGTH, ROWS = 36, 24, 12, 12  # rows of a batch over all ranks
 

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "lightning_zero"
 
 CORE_LINES = 23405
 CORE_FILES = 84
-EXTENSION_LINES = 9_500 + 470  # tensor parallelism, and activations split by it
+EXTENSION_LINES = 9_500 + 532  # tensor parallelism, its checks, and activations split by it
 CIRCLES_OF_PACKAGES = 0
 CIRCLES_OF_MODULES = 0
 FILES_WITH_HOOKS = 4

@@ -8,10 +8,29 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_zero import ActivationPolicy, ZeroPrecision, ZeroStrategy
-from tests.helpers.parallel import Llama, Mlp, Parallel, alone, distance, drawn, fit, gelu_plan, llama_plan
+from lightning_zero.errors import DivergenceError
+from tests.helpers.parallel import (
+    Llama,
+    Mlp,
+    Parallel,
+    adamw,
+    alone,
+    distance,
+    drawn,
+    fit,
+    gelu_plan,
+    llama_plan,
+    loss_of,
+    made,
+    quiet,
+)
+from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
 
 STAGES = (1, 2, 3)
@@ -171,12 +190,116 @@ def scale_of(module: Parallel) -> float:
     return 0.0 if scaler is None else float(scaler.get_scale())
 
 
-def raised(strategy: ZeroStrategy, module: Parallel) -> str:
+def raised(strategy: ZeroStrategy, module: Parallel, **options: Any) -> str:
     try:
-        fit(strategy, module)
-    except ValueError as error:
+        fit(strategy, module, **options)
+    except (ValueError, DivergenceError) as error:
         return str(error)
     return ""
+
+
+def forgetful(net: Llama) -> dict[str, Any]:
+    """A plan of sequence parallelism without one of the norms."""
+    plan = llama_plan(net, sequence=True)
+    del plan["layers.1.feed_norm"]
+    return plan
+
+
+def test_plain_parameters_that_tensor_groups_would_train_apart() -> None:
+    """A norm between sequence-parallel layers that the plan leaves out is named in the first step."""
+
+    def run(rank: int) -> list[str]:
+        precisions = ("32-true", "bf16-mixed")
+        return [
+            raised(zero(stage, 2), Parallel(Llama, forgetful), precision=precision)
+            for stage in STAGES
+            for precision in precisions
+        ]
+
+    for messages in run_world(4, run):
+        for message in messages:
+            assert "The gradients of 'net.layers.1.feed_norm.weight' on ranks 0 and 1 differ" in message, message
+
+
+@pytest.mark.parametrize("policy", ["error", "join", "stop"])
+def test_ranks_of_a_tensor_group_with_other_numbers_of_batches(policy: Any) -> None:
+    """They would wait for one another in a layer: an error, whatever the policy. Whole groups may differ."""
+
+    def run(rank: int) -> tuple[str, int]:
+        module = llama()
+        uneven: Any = DataLoader(range(3 + rank % 2), batch_size=None)  # type: ignore[arg-type]
+        with quiet():
+            trainer = make_trainer(zero(3, 2, loaders=policy))
+            with pytest.raises(DivergenceError, match="Ranks 0 and 1 are of one tensor group") as caught:
+                trainer.fit(module, uneven)
+            if policy == "error":
+                return str(caught.value), 0
+            trainer = make_trainer(zero(3, 2, loaders=policy))
+            trainer.fit(llama(), DataLoader(range(3 + rank // 2), batch_size=None))  # type: ignore[arg-type]
+        return str(caught.value), trainer.global_step
+
+    steps = {"error": 0, "join": 4, "stop": 3}[policy]
+    for message, count in run_world(4, run):
+        assert "length of the train_dataloader" in message
+        assert count == steps
+
+
+def test_averaged_weights() -> None:
+    """``EMAWeightAveraging`` copies the module while it has DTensors; its average is that of one process."""
+
+    def run(rank: int) -> None:
+        net = made(Llama, F64)
+        optimizer, average = adamw(net.parameters()), None
+        for step in range(4):
+            tokens, targets = drawn(step)
+            loss_of(net(tokens), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            now = torch.nn.utils.parameters_to_vector(net.parameters()).detach()
+            average = now if average is None else 0.5 * average + 0.5 * now
+        assert average is not None
+        names = [f"net.{name}" for name, _ in net.named_parameters()]
+        for stage in STAGES:
+            found = fit(zero(stage, 2), llama(), precision="64-true", callbacks=[EMAWeightAveraging(decay=0.5)])
+            ours = torch.cat([found["weights"][name].flatten() for name in names])
+            assert (ours - average).abs().max() < 1e-12, stage
+
+    run_world(4, run)
+
+
+class Failing(Parallel):
+    """Rank 3 raises in its third step: before, between or after what the tensor group computes together."""
+
+    where = ""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        fails = self.global_rank == 3 and batch_idx == 2
+        if fails and self.where == "between":
+            self.net.layers[1].register_forward_pre_hook(fail)
+        if fails and self.where == "before":
+            fail()
+        loss = super().training_step(batch, batch_idx)
+        if fails and self.where == "after":
+            fail()
+        return loss
+
+
+def fail(*args: Any) -> None:
+    raise KeyError("a rank's own mistake")
+
+
+@pytest.mark.parametrize("where", ["before", "between", "after"])
+def test_ranks_do_not_wait_for_one_that_failed(where: str) -> None:
+    def run(rank: int) -> None:
+        module = Failing(Llama, llama_plan)
+        module.where = where
+        fit(zero(3, 2), module)
+
+    failures = run_world(4, run, expect_failure=True)
+    assert failures[3].type == "KeyError"
+    for rank in range(3):
+        assert failures[rank].type in ("CommunicationError", "RuntimeError")
+        assert "has failed" in failures[rank].message
 
 
 def test_what_is_refused_at_set_up() -> None:
