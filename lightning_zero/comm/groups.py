@@ -128,23 +128,27 @@ def places_by_host(hosts: Sequence[Sequence[int]]) -> list[list[int]] | None:
 class Connections(dict[str, list[tuple[int, str]]]):
     """Sockets by the name of their process group: the number of the file, and what the system calls it."""
 
-    _making = False
+    _before: set[tuple[int, str]] | None = None  # those that there were, while a group is made
 
     @contextmanager
     def opened(self) -> Iterator[list[tuple[int, str]]]:
-        """Those that were opened inside, afterwards. Meanwhile ``shut`` ends waits for the store, whatever the name."""
-        before, found = sockets(), list[tuple[int, str]]()
-        self._making = True
+        """Those that were opened inside, afterwards. Meanwhile ``shut`` ends waits for the store and for these,
+        whatever the name."""
+        found = list[tuple[int, str]]()
+        self._before = {*sockets().items()}
         try:
             yield found
-            found += sockets().items() - before.items()
+            found += sockets().items() - self._before
         finally:
-            self._making = False
+            self._before = None
 
     def shut(self, name: str) -> None:
         """End whatever waits for them."""
-        known = {*self.get(name, ()), *(self.get(STORE, ()) if self._making else ())}
-        for file, _ in sockets().items() & known:
+        there = {*sockets().items()}
+        known = there & {*self.get(name, ())}
+        if (before := self._before) is not None:
+            known |= there & {*self.get(STORE, ())} | there - before
+        for file, _ in known:
             shut(file)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -260,3 +261,35 @@ def test_lines_that_differ_in_last_digits_are_alike(left: str, right: str, same:
                 control.alike("list", lines)
 
     run_world(2, rank)
+
+
+def test_waits_for_a_group_that_is_made_can_be_ended() -> None:
+    """Its connections are known while it is made: another rank may fail before it has said what it would."""
+
+    def rank(_: int) -> None:
+        ControlGroup.connect, connect = waits, ControlGroup.connect  # type: ignore[method-assign]
+        try:
+            Groups.create()
+        finally:
+            ControlGroup.connect = connect  # type: ignore[method-assign]
+
+    def waits(self: ControlGroup) -> None:
+        """Rank 1 says nothing more, and rank 0 is told so by its watch, which ends what it waits for."""
+        number = torch.zeros(1)
+        if self.rank == 1:
+            dist.recv(number, group=self.process_group, group_src=0)  # they are connected
+            with pytest.raises(RuntimeError):
+                dist.recv(number, group=self.process_group, group_src=0)
+            raise ValueError("nothing more")
+        dist.send(number, group=self.process_group, group_dst=1)
+        timer = threading.Timer(0.5, connections.shut, ["another group"])
+        timer.start()
+        try:
+            with pytest.raises(RuntimeError):
+                dist.recv(number, group=self.process_group, group_src=1)
+        finally:
+            timer.join()
+        raise ValueError("was told")
+
+    failures = run_world(2, rank, expect_failure=True, timeout=20, grace=15)
+    assert [failures[number].message for number in (0, 1)] == ["was told", "nothing more"]
