@@ -349,7 +349,7 @@ def _zero(stage: int, label: str, environment: tuple[tuple[str, str], ...] = ())
 def _tensor_parallel(stage: int) -> Engine:
     strategy = partial(ZeroStrategy, stage, units=["Block"], tensor_parallel_size=2)
     train = partial(lightning, strategy=strategy, group=2)
-    return Engine(f"zero{stage}, tensor-parallel", stage, train, 14.0, 19.0, ours=True, group=2)
+    return Engine(f"zero{stage}, tensor-parallel", stage, train, 7.0, 12.0, ours=True, group=2)
 
 
 def earlier(stage: int, folder: Path) -> Engine:
@@ -386,8 +386,8 @@ ENGINES = {
         "FSDP2, tensor-parallel",
         3,
         partial(lightning, strategy=partial(model_parallel, 2), group=2),
-        8.0,
-        22.0,
+        5.0,
+        12.0,
         group=2,
     ),
     "zero1-tp": _tensor_parallel(1),

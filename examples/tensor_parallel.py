@@ -109,9 +109,9 @@ def parallel_plan(layers: int, sequence_parallel: bool) -> dict[str, ParallelSty
             plan[f"{block}.{first}"] = ColwiseParallel()
         for last in ("attention.out", "network.down"):
             plan[f"{block}.{last}"] = RowwiseParallel(output_layouts=between)
-        if sequence_parallel:
-            for part in ("attention", "network"):  # the whole sequence, gathered once for two or three layers
-                plan[f"{block}.{part}"] = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+        for part in ("attention", "network"):  # one exchange for the layers that have the same input
+            plan[f"{block}.{part}"] = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
+            if sequence_parallel:
                 plan[f"{block}.{part}_norm"] = SequenceParallel()
     if sequence_parallel:
         plan["norm"] = SequenceParallel()

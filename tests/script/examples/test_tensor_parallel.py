@@ -48,9 +48,9 @@ def test_the_plan_names_every_layer_with_a_matrix() -> None:
     matrices = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)}
     norms = {name for name, module in model.named_modules() if isinstance(module, nn.RMSNorm)}
 
-    assert set(parallel_plan(2, sequence_parallel=False)) == matrices
     inputs = {f"blocks.{index}.{part}" for index in range(2) for part in ("attention", "network")}
-    assert set(parallel_plan(2, sequence_parallel=True)) == matrices | norms | inputs
+    assert set(parallel_plan(2, sequence_parallel=False)) == matrices | inputs
+    assert set(parallel_plan(2, sequence_parallel=True)) == matrices | inputs | norms
 
 
 @pytest.fixture(scope="module")
@@ -114,4 +114,4 @@ def test_the_loss_is_that_of_a_run_without_tensor_parallelism(ran: Callable[...,
 
     assert len(expected) == STEPS
     for options in (("--model.sequence_parallel=true",), ()):
-        torch.testing.assert_close(losses(ran(*options)[0]), expected, rtol=1e-4, atol=0.0)
+        torch.testing.assert_close(losses(ran(*options)[0]), expected, rtol=1e-5, atol=0.0)
