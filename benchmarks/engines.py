@@ -319,6 +319,11 @@ class Engine:
     group: int = 1
 
     @property
+    def is_peer(self) -> bool:
+        """Whether stages are compared with it: it is not made here, and has no tensor groups."""
+        return not self.ours and self.group == 1
+
+    @property
     def installed(self) -> bool:
         """Whether it can run here."""
         return importlib.util.find_spec(self.package) is not None

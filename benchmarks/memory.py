@@ -105,7 +105,7 @@ def expected(trainer: Any) -> dict[str, int]:
         return {}
     engine = trainer.strategy.engine
     options = {
-        "rank": trainer.global_rank,
+        "rank": engine.collectives.rank,
         "optimizer": OptimizerCost.of(trainer.optimizers[0]),
         "receive_buffer": engine.collectives.receives,
     }
@@ -220,7 +220,8 @@ def measure(engine: Engine, task: Task, ranks: int) -> dict[str, float]:
     return found
 
 
-NOT_DRAWN = ("zero1-gloo", "zero2-gloo", "zero3-gloo", "lightning-ddp", "lightning-fsdp2")
+TENSOR_PARALLEL = ("fsdp2-tp", "zero1-tp", "zero2-tp", "zero3-tp")
+NOT_DRAWN = ("zero1-gloo", "zero2-gloo", "zero3-gloo", "lightning-ddp", "lightning-fsdp2", *TENSOR_PARALLEL)
 COLUMNS = ("rest", "plan_rest", "peak", "plan_peak", "process_rest", "process_peak")
 
 
@@ -233,7 +234,7 @@ def lines_of(rows: dict[str, dict[str, Any]]) -> list[str]:
         found.append(f"{ENGINES[name].label:26}" + "".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True)))
     for stage in (1, 2, 3):
         ours = rows.get(f"zero{stage}")
-        peers = {name: row for name, row in rows.items() if ENGINES[name].stage == stage and not ENGINES[name].ours}
+        peers = {name: row for name, row in rows.items() if ENGINES[name].stage == stage and ENGINES[name].is_peer}
         if ours and "plan_rest" in ours:
             text = f"zero{stage}: at rest {ours['rest'] / ours['plan_rest'] - 1:+.1%} to the plan"
             if peers:

@@ -50,7 +50,16 @@ KEY = ("numel", "precision", "ranks", "batch", "malloc")
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
 MAIN, WIRE = (4, 128), (1, 8)
 # Variants that answer a question of their own, in the table.
-NOT_DRAWN = ("zero1-gloo", "zero2-gloo", "zero3-gloo", "lightning-ddp", "lightning-fsdp2", "no-exchange")
+TENSOR_PARALLEL = ("fsdp2-tp", "zero1-tp", "zero2-tp", "zero3-tp")
+NOT_DRAWN = (
+    "zero1-gloo",
+    "zero2-gloo",
+    "zero3-gloo",
+    "lightning-ddp",
+    "lightning-fsdp2",
+    "no-exchange",
+    *TENSOR_PARALLEL,
+)
 
 
 class Table:
@@ -171,7 +180,7 @@ class Table:
             )
         for stage in (1, 2, 3):
             ours = self.rows.get(f"zero{stage}")
-            peers = {n: row for n, row in self.rows.items() if ENGINES[n].stage == stage and not ENGINES[n].ours}
+            peers = {n: row for n, row in self.rows.items() if ENGINES[n].stage == stage and ENGINES[n].is_peer}
             if ours and peers:
                 best = min(peers, key=lambda n: peers[n]["ratio"])
                 found.append(
