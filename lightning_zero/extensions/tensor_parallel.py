@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from lightning_zero._torch import untracked
+from lightning_zero._torch import tree_leaves, untracked
 from lightning_zero.comm.control import ControlGroup, naming_failures
 from lightning_zero.comm.groups import connections
 from lightning_zero.config import SessionSettings
@@ -42,9 +43,9 @@ from lightning_zero.optim.hooks import is_hooked
 from lightning_zero.optim.rules import optimizer_rule
 from lightning_zero.plan.layout import Part
 from lightning_zero.shards.binding import binding_of
-from lightning_zero.shards.slice import Slice
+from lightning_zero.shards.slice import Slice, fingerprint
 
-__all__ = ["adopt", "in_step", "localise", "make_mesh", "mesh_sizes"]
+__all__ = ["adopt", "compare_batches", "in_step", "localise", "make_mesh", "mesh_sizes"]
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"  # as Lightning's ModelParallelStrategy names them
 
@@ -181,6 +182,29 @@ def in_step(engine: ZeroEngine, tensor: int) -> Callable[[str, Sequence[int]], l
         return rows
 
     return agree
+
+
+def compare_batches(engine: ZeroEngine, step: str, batch: Any, tensor: int) -> None:
+    """Raise ``DivergenceError`` if the first batch of a step method is not the same on all ranks of a tensor group.
+
+    ``batch`` is what the method gets; ``None`` on a rank without one. Collective: every rank.
+    """
+    known = _COMPARED.setdefault(engine, set())
+    if step in known:
+        return
+    known.add(step)
+    numbers = engine.control.gather_objects(fingerprint(*tree_leaves(batch)), f"the first batch of {step}")
+    for rank, number in enumerate(numbers):
+        if number != numbers[first := rank // tensor * tensor]:
+            raise DivergenceError(
+                f"Ranks {first} and {rank} are of one tensor group, and got different batches in {step}. They compute "
+                "each layer together, so their results would be mixed. Have a sampler of your own, and augmentations "
+                f"in a dataset or its workers, go by `self.device_mesh['{DATA}'].get_local_rank()` in place of the "
+                "rank."
+            )
+
+
+_COMPARED: WeakKeyDictionary[ZeroEngine, set[str]] = WeakKeyDictionary()  # step methods
 
 
 def _numbers(gradient: Tensor | None) -> list[float]:

@@ -44,6 +44,7 @@ from lightning_zero.config import (
 from lightning_zero.engine.engine import Announced
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.optim.state import ConstantState
+from lightning_zero.registry import extension
 from lightning_zero.session.checkpoints import Checkpoints, require_lightning
 from lightning_zero.session.state import left_out_of
 from lightning_zero.trainer.callbacks import (
@@ -331,6 +332,9 @@ class ZeroStrategy(Processes, ParallelStrategy):
     def _run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, without: bool = False) -> Any:
         """Run a step of the user's, or ``without`` it all that the others need. Collective: every rank."""
         training, averaged = name == "training_step", self._module.automatic_optimization
+        if self._device_mesh is not None:
+            batch, tensor = None if without else (args, kwargs), self._device_mesh.size(1)
+            extension("tensor_parallel").compare_batches(self.engine, name, batch, tensor)
         with self.precision_plugin.forward_context(), self.session.step(name, training=training, averaged=averaged):
             result = None if without else getattr(self._module, name)(*args, **kwargs)
             if training and averaged and self.placement.shards_parameters:

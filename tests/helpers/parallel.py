@@ -146,7 +146,7 @@ class Llama(nn.Module):
 
     unit = "_Layer"
 
-    def __init__(self, heads: int = 4) -> None:
+    def __init__(self, heads: int = 12) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(_Layer(heads) for _ in range(2))

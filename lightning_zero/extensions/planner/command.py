@@ -344,6 +344,11 @@ def plan_settings(config: Namespace) -> tuple[dict[str, Any], dict[str, Any], Se
         raise ValueError(
             f"trainer.strategy is {shown}, which has no ZeRO stage: give --stage, or --trainer.strategy zero3"
         )
+    if (tensor := given.get("tensor_parallel_size")) not in (None, 1):
+        raise ValueError(
+            f"trainer.strategy has tensor_parallel_size={tensor!r}, and the plan of a module does not divide its "
+            "layers: estimate a number of parameters, `estimate_memory(numel, tensor_parallel_size=...)` in Python."
+        )
     settings["placement"] = placement = Placement.from_stage(settings.pop("stage"))
     settings["offload"] = _offload(config["offload"], settings.get("offload"), placement)
     for found, name, kind in ((exchange, "compression", Compression), (settings, "activations", ActivationPolicy)):
