@@ -175,15 +175,15 @@ def deepspeed(task: Task, turns: Turns, *, stage: int, **options: Any) -> None:
 class Batches(IterableDataset[Tensor]):
     """A batch for each step of a turn. Has a length, or Lightning would fetch one batch ahead of its step."""
 
-    def __init__(self, task: Task, turns: Turns, group: int) -> None:
-        self._task, self._turns, self._group = task, turns, group
+    def __init__(self, batch: Callable[[int], Tensor], turns: Turns) -> None:
+        self._batch, self._turns = batch, turns
 
     def __len__(self) -> int:
         return 10**6
 
     def __iter__(self) -> Iterator[Tensor]:
         while self._turns.more():
-            yield self._task.batch(self._turns.index, self._group)
+            yield self._batch(self._turns.index)
 
 
 class Module(pl.LightningModule):
@@ -277,7 +277,8 @@ def lightning(
         use_distributed_sampler=False,
     )
     turns.trainer = trainer
-    trainer.fit(Module(task, turns), DataLoader(Batches(task, turns, group), batch_size=None))
+    batch = task.batch if group == 1 else partial(task.batch, group=group)  # not every task knows groups
+    trainer.fit(Module(task, turns), DataLoader(Batches(batch, turns), batch_size=None))
 
 
 def trainer_ddp() -> Any:
