@@ -162,7 +162,8 @@ class MetaValues:
             if _is_unwritten(value):
                 self.unset[name] = type(owner).__name__
             if parameter:
-                self._values[name] = _own_part(value.detach(), made)
+                part = getattr(made, "tensor_part", None)
+                self._values[name] = value.detach() if part is None else part.of(value.detach())
                 if value is made and value._version < version:
                     self.lost.append(name)
         for store, key, tensor in originals:
@@ -206,14 +207,6 @@ def _seeded(path: str) -> Iterator[None]:
         yield
     finally:
         generator.set_state(state)
-
-
-def _own_part(value: Tensor, parameter: Tensor) -> Tensor:
-    """Of values for a whole tensor those of this rank, where tensor parallelism has split it."""
-    part = getattr(parameter, "tensor_part", None)
-    if part is None or part.dim is None:
-        return value
-    return value.narrow(part.dim, part.start, part.shape[part.dim] // part.ranks)
 
 
 def _unwritten(tensor: Tensor) -> Tensor:

@@ -75,6 +75,15 @@ class Part(NamedTuple):
     rank: int  # in the tensor group
     ranks: int  # of the tensor group
 
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's part."""
+        return tuple(size // self.ranks if dim == self.dim else size for dim, size in enumerate(self.shape))
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor of the whole shape: a view of it."""
+        return whole if self.dim is None else whole.narrow(self.dim, self.start, self.own_shape[self.dim])
+
 
 @dataclass(frozen=True)
 class ParameterSpec:

@@ -503,12 +503,11 @@ def local_part(value: Any, part: Part | None) -> Any:
     """Of a stored tensor of the whole shape, what is this rank's by tensor parallelism; anything else as it is."""
     if part is None or part.dim is None or not isinstance(value, Tensor) or tuple(value.shape) != part.shape:
         return value
-    size = part.shape[part.dim] // part.ranks
     if isinstance(value, FlatShard):  # of this rank already
-        shape = [size if dim == part.dim else length for dim, length in enumerate(part.shape)]
-        return FlatShard(value.local, shape, value.start - part.rank * math.prod(shape))
-    cut = value.part if isinstance(value, StoredTensor) else value.narrow
-    return cut(part.dim, part.start, size)
+        return FlatShard(value.local, part.own_shape, value.start - part.rank * math.prod(part.own_shape))
+    if isinstance(value, StoredTensor):
+        return value.part(part.dim, part.start, part.own_shape[part.dim])
+    return part.of(value)
 
 
 def _read(value: Any) -> Any:

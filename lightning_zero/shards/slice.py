@@ -104,10 +104,7 @@ class Slice:
 
     def part_of(self, whole: Tensor) -> Tensor:
         """Of a tensor of the whole shape what is of this rank's parameter, where tensor parallelism has split it."""
-        part = self.spec.part
-        if part is None or part.dim is None:
-            return whole
-        return whole.narrow(part.dim, part.start, self.spec.shape[part.dim])
+        return whole if self.spec.part is None else self.spec.part.of(whole)
 
     def checksum(self, whole: Tensor) -> int:
         """A number for a tensor of the parameter's shape that ranks can compare: 0 where they have different parts."""

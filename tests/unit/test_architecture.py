@@ -18,7 +18,7 @@ PACKAGE = ROOT / "lightning_zero"
 # ---------------------------------------------------------------------------------------------------------------------
 # Limits. A number here falls as the code does, and is never raised to let something pass.
 
-CORE_LINES = 23413
+CORE_LINES = 23411
 CORE_FILES = 84
 EXTENSION_LINES = 9_500 + 561  # tensor parallelism, and activations split by it
 CIRCLES_OF_PACKAGES = 0
