@@ -20,7 +20,7 @@ activations are split otherwise, or layers are called with its part of the batch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -150,11 +150,9 @@ def _compare(slices: Sequence[Slice], control: ControlGroup) -> None:
     """Raise ``DivergenceError`` if a gradient differs in a tensor group. Collective: every rank."""
     numbers = [_numbers(one.gradient) for one in slices]
     rows: list[list[list[float]]] = control.gather_objects(numbers, "gradients that tensor groups have alike")
-    part = cast(Part, slices[0].spec.part)
-    for rank, row in enumerate(rows):
-        first = rank // part.ranks * part.ranks
-        total = sum(norm**2 for norm, *_ in row) ** 0.5
-        for one, (norm, *ours), (_, *others) in zip(slices, row, rows[first], strict=True):
+    for first, rank in _with_first(len(rows), cast(Part, slices[0].spec.part).ranks):
+        total = sum(norm**2 for norm, *_ in rows[rank]) ** 0.5
+        for one, (norm, *ours), (_, *others) in zip(slices, rows[rank], rows[first], strict=True):
             noise = torch.finfo(one.user.dtype).eps ** 0.5 / 100 * total
             if max(abs(a - b) for a, b in zip(ours, others, strict=True)) > 0.05 * norm + noise:
                 raise DivergenceError(
@@ -172,8 +170,8 @@ def in_step(engine: ZeroEngine, tensor: int) -> Callable[[str, Sequence[int]], l
 
     def agree(place: str, values: Sequence[int]) -> list[list[int]]:
         rows = engine.agree(place, values)
-        for rank, row in enumerate(rows):
-            if row != rows[first := rank // tensor * tensor]:
+        for first, rank in _with_first(len(rows), tensor):
+            if rows[rank] != rows[first]:
                 raise DivergenceError(
                     f"Ranks {first} and {rank} are of one tensor group and differ in {place}. They compute each layer "
                     "together, and need the same batches. Leave the sampler to the Trainer, or have yours go by "
@@ -194,14 +192,19 @@ def compare_batches(engine: ZeroEngine, step: str, batch: Any, tensor: int) -> N
         return
     known.add(step)
     numbers = engine.control.gather_objects(fingerprint(*tree_leaves(batch)), f"the first batch of {step}")
-    for rank, number in enumerate(numbers):
-        if number != numbers[first := rank // tensor * tensor]:
+    for first, rank in _with_first(len(numbers), tensor):
+        if numbers[rank] != numbers[first]:
             raise DivergenceError(
                 f"Ranks {first} and {rank} are of one tensor group, and got different batches in {step}. They compute "
                 "each layer together, so their results would be mixed. Have a sampler of your own, and augmentations "
                 f"in a dataset or its workers, go by `self.device_mesh['{DATA}'].get_local_rank()` in place of the "
                 "rank."
             )
+
+
+def _with_first(ranks: int, tensor: int) -> Iterator[tuple[int, int]]:
+    """The first rank of its tensor group, and the rank, for each of so many."""
+    return ((rank // tensor * tensor, rank) for rank in range(ranks))
 
 
 _COMPARED: WeakKeyDictionary[ZeroEngine, set[str]] = WeakKeyDictionary()  # step methods
