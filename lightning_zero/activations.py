@@ -74,7 +74,7 @@ class Activations:
         if policy.checkpointing is not None:
             for name in find_recomputed(engine.module, policy.checkpointing, units):
                 module = engine.module.get_submodule(name)
-                keeping = nullcontext if self._partitioned is None else partial(self._partitioned.keeping, name)
+                keeping = nullcontext if self._partitioned is None else self._partitioned.keeping(name)
                 self._recomputed.append(Recomputed(name, module, self._gathered(module), keeping))
 
     def training(self) -> AbstractContextManager[Any]:

@@ -70,10 +70,10 @@ class Partitioned:
         self._seen: Tensor | None = None  # the same on the host, a step later
         self._latest = ""  # the module that was computed again last
 
-    def keeping(self, name: str) -> saved_tensors_hooks:
-        """A context in which this thread saves the inputs of the module of this name."""
-        # Permanent for Dynamo, which looks into neither.
-        return saved_tensors_hooks(disable_dynamo(partial(self._pack, name)), disable_dynamo(self._unpack))
+    def keeping(self, name: str) -> Callable[[], saved_tensors_hooks]:
+        """Makes contexts in which this thread saves the inputs of the module of this name."""
+        # Permanent objects that Dynamo does not trace.
+        return partial(saved_tensors_hooks, disable_dynamo(partial(self._pack, name)), disable_dynamo(self._unpack))
 
     def check(self) -> None:
         """Raise ``RuntimeError`` if a gathered tensor of an earlier step was not what this rank had. Local."""
@@ -97,9 +97,8 @@ class Partitioned:
             flat = inner.detach().as_strided((inner.numel(),), (1,))
             size = -(-flat.numel() // self._ranks)
             mine = flat[self._rank * size : (self._rank + 1) * size]
-            part = flat.new_zeros(size) if mine.numel() < size else mine.clone()
-            if mine.numel() < size:
-                part[: mine.numel()] = mine
+            part = flat.new_zeros(size)
+            part[: mine.numel()] = mine
             kept: Any = part if self._to_host is None else self._to_host[0](part)
             return _Kept(
                 kept,

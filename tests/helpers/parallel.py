@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy, full_parameters
+from tests.helpers.split import Feed
 from tests.helpers.training import make_trainer
 
 __all__ = [
@@ -50,26 +51,15 @@ __all__ = [
 VOCABULARY, WIDTH, LENGTH, ROWS = 36, 24, 12, 12  # rows of a batch over all ranks
 
 
-class _Feed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
 class Mlp(nn.Module):
     """Embedding, blocks with biases and norms, and a head."""
 
-    unit = "_Feed"
+    unit = "Feed"
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(_Feed() for _ in range(2))
+        self.blocks = nn.ModuleList(Feed(WIDTH, 4 * WIDTH) for _ in range(2))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 

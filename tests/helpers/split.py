@@ -25,19 +25,21 @@ from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.comm import ControlGroup
 from tests.helpers.training import make_trainer
 
-__all__ = ["Layout", "Net", "Split", "adamw", "alone", "contents", "distance", "fit", "plan_of", "same"]
+__all__ = ["Feed", "Layout", "Net", "Split", "adamw", "alone", "contents", "distance", "fit", "plan_of", "same"]
 
 WORDS, WIDTH, ROWS = 24, 16, 8  # rows of a batch over all ranks
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
 
-class _Feed(nn.Module):
-    def __init__(self) -> None:
+class Feed(nn.Module):
+    """A block with a norm and biases, whose layers are split by their outputs and by their inputs."""
+
+    def __init__(self, width: int = WIDTH, hidden: int = 2 * WIDTH) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -50,8 +52,8 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.embedding = nn.Embedding(WORDS, WIDTH, dtype=torch.float64)
-        self.blocks = nn.ModuleList(_Feed().double() for _ in range(2))
-        self.frozen = _Feed().double().requires_grad_(False)
+        self.blocks = nn.ModuleList(Feed().double() for _ in range(2))
+        self.frozen = Feed().double().requires_grad_(False)
         self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
         self.head = nn.Linear(WIDTH, WORDS, bias=False, dtype=torch.float64)
         self.register_buffer("seen", torch.zeros(2))

@@ -282,7 +282,7 @@ def test_partitioned_activations_keep_one_part_and_give_the_same_bits() -> None:
         for stage in STAGES:
             expected = trained(stage, None)
             for offload in (False, True):
-                policy = ActivationPolicy(["_Feed"], offload=offload, partition=True, min_kib=0)
+                policy = ActivationPolicy(["Feed"], offload=offload, partition=True, min_kib=0)
                 found = trained(stage, policy)
                 assert expected.keys() == found.keys()
                 assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -293,7 +293,7 @@ def test_partitioned_activations_keep_one_part_and_give_the_same_bits() -> None:
         vars(block.linear.weight).update(seen)
         keeping = Partitioned(block, 0, None)
         x = torch.full((3, 8), float(dist.get_rank()), device=device, requires_grad=True)
-        with keeping.keeping("a block"):
+        with keeping.keeping("a block")():
             y = x * x
         with pytest.raises(RuntimeError, match="An input of 'a block' is not the same on all ranks of its tensor gr"):
             y.sum().backward()
