@@ -460,13 +460,13 @@ class LanguageModelCLI(ZeroCLI):
         parser.link_arguments("data.window", "model.context")
 
 
-def main() -> None:
-    """Run the command line."""
+def main(model: type[ByteModel] = ByteGPT) -> None:
+    """Run the command line of an example that trains such a model."""
     # Windows are slices of a tensor in memory: there is nothing for worker processes to do (`SourceText._loader`).
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     # Raised inside Lightning 2.6 with torch 2.13.
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
-    LanguageModelCLI(ByteGPT, SourceText, seed_everything_default=1234, auto_configure_optimizers=False)
+    LanguageModelCLI(model, SourceText, seed_everything_default=1234, auto_configure_optimizers=False)
 
 
 if __name__ == "__main__":

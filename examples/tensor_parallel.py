@@ -15,7 +15,6 @@ process that has the same part. The same model without tensor parallelism, on tw
 from __future__ import annotations
 
 import sys
-import warnings
 from pathlib import Path
 
 import torch.nn.functional as F
@@ -33,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # data and training are in the other example
 
-from examples.language_model import VOCABULARY, ByteModel, LanguageModelCLI, Rotary, SourceText
+from examples.language_model import VOCABULARY, ByteModel, Rotary, main
 
 
 class Attention(nn.Module):
@@ -177,14 +176,5 @@ class ByteLlama(ByteModel):
         return super().forward(tokens)[:, :time]
 
 
-def main() -> None:
-    """Run the command line."""
-    # Windows are slices of a tensor in memory: there is nothing for worker processes to do (`SourceText._loader`).
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    # Raised inside Lightning 2.6 with torch 2.13.
-    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
-    LanguageModelCLI(ByteLlama, SourceText, seed_everything_default=1234, auto_configure_optimizers=False)
-
-
 if __name__ == "__main__":
-    main()
+    main(ByteLlama)
