@@ -90,10 +90,8 @@ class RandomState:
         read its row or it is damaged.
         """
         ranks, within = saved.shape[0], math.prod(saved.shape[1:-1])
-        number, (rank, place_within) = (
-            self._control.world_size // self._tensor,
-            divmod(self._control.rank, self._tensor),
-        )
+        number = self._control.world_size // self._tensor
+        rank, place_within = divmod(self._control.rank, self._tensor)
         same = ranks == number
         mine = rank * within + (place_within if within == self._tensor else 0) if same else 0
 
