@@ -476,17 +476,14 @@ def _chosen(groups: Groups, streams: Streams, exchange: Exchange) -> Any:
 
     control, off = groups.control, f"{SWITCH}=0" if os.environ.get(SWITCH) == "0" else ""
     shares = installed("shared_memory") or (on_cpu and control.agree_any(os.environ.get(SWITCH) == "1"))
-    apart = groups.across is not None or groups.shard.tensor > 1
-    elsewhere = shares and (apart or not on_cpu)  # tensors go, but agreements of one host need not
+    elsewhere = shares and (groups.across is not None or not on_cpu)  # tensors go, but agreements of one host need not
     if elsewhere and len(groups.find_hosts()) == 1 and not control.agree_any(bool(off)):
         members, make = range(control.world_size), extension("shared_memory").SharedMemory
         groups.resource("shared_memory", lambda: make(groups, members, threads=1))
     if groups.across is not None:
         return direct(groups, streams, between_hosts(direct(groups.across, streams.apart()), True))
-    if groups.shard.tensor > 1:
-        return between_hosts(direct(groups, streams))
     control.counted = groups.checkpoint.counted = range(control.world_size)
-    places = places_by_host(groups.find_hosts()) if on_cpu or any(asked) else None
+    places = places_by_host(groups.find_hosts()) if groups.shard.tensor == 1 and (on_cpu or any(asked)) else None
     hops = shared = None
     if places is not None and (any(asked) or installed("hops")):
         hops = extension("hops").split(groups, places, "gloo" if on_cpu else dist.get_backend(groups.gather))
@@ -494,7 +491,8 @@ def _chosen(groups: Groups, streams: Streams, exchange: Exchange) -> Any:
         shared = extension("shared_memory").connected(groups, hops is not None, off)
     if hops is None:
         if asked.secondary_shards and control.rank == 0:
-            _log.warning("secondary_shards does nothing: that takes hosts with equally many ranks, two or more.")
+            needs = "hosts with equally many ranks, two or more, and no tensor parallelism"
+            _log.warning("secondary_shards does nothing: that takes %s.", needs)
         return between_hosts(direct(groups, streams)) if shared is None else shared.wire(groups)
     within = direct(hops.within, streams) if shared is None else shared.wire(hops.within)
     between = between_hosts(direct(hops.between, streams))

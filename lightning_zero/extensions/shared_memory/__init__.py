@@ -46,7 +46,7 @@ class SharedMemory:
             groups.control.shortcut = self.transports[0].exchange
 
     def wire(self, groups: Groups) -> Collectives:
-        """What carries tensors between the ranks of ``groups``: all ranks, or those of this host."""
+        """What carries tensors between the ranks of ``groups``: all ranks, or some of this host."""
         if len(self.transports) == 1:
             return SharedMemoryCollectives(groups, self.transports[0])
         return HostCollectives(groups, *self.transports)
@@ -69,13 +69,15 @@ def connected(groups: Groups, in_hops: bool, off: str) -> SharedMemory | None:
     """
     off = off or ("" if sys.platform == "linux" else f"{sys.platform} is not Linux")
     refused = [(why, rank) for rank, why in enumerate(groups.control.gather_objects(off or None)) if why]
-    rank, several, found = groups.control.rank, len(groups.hosts) > 1, None
-    if several and not in_hops:
+    rank, several, found = groups.control.rank, len(groups.find_hosts()) > 1, None
+    if several and groups.shard.tensor > 1:
+        problem = "with tensor parallelism"
+    elif several and not in_hops:
         problem = "with one rank on each, or not equally many" if installed("hops") else "without the extension 'hops'"
     elif refused:
         problem = "{} on rank {}".format(*refused[0])
     else:
-        members = next(ranks for ranks in groups.hosts if rank in ranks) if in_hops else range(groups.shard.world_size)
+        members = next(ranks for ranks in groups.hosts if rank in ranks)
         found = groups.resource("shared_memory", lambda: SharedMemory(groups, members, threads=1 + in_hops))
         problem = found.problem
     text = [f"they are on {len(groups.hosts)} hosts"] if several else []

@@ -1,6 +1,7 @@
 """Collectives between CPU ranks of one host: each reads what it needs straight out of the others' memory.
 
-They are all ranks, or those of one host of several (``HostCollectives``).
+They are all ranks, those with the same part of each weight (tensor parallelism), or those of one host of several
+(``HostCollectives``).
 
 Nothing is sent but the news of what may be read. The sums are those of ``GlooCollectives``, in the same order, so that
 no bit of a result tells which of the two was used.
@@ -17,6 +18,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero._torch import untracked
@@ -30,7 +32,7 @@ __all__ = ["HostCollectives", "SharedMemoryCollectives"]
 
 
 class SharedMemoryCollectives(Collectives):
-    """Collectives for CPU ranks that all run on this host."""
+    """Collectives for CPU ranks that all run on this host: those of a shard group, of which there may be several."""
 
     gathers_at_once = True
 
@@ -38,9 +40,11 @@ class SharedMemoryCollectives(Collectives):
         super().__init__(groups.shard.rank, groups.shard.world_size, abandoned=groups.abandoned)
         self.groups = groups
         self.transport = transport
-        self._session = transport.session(self)
-        places = {member: place for place, member in enumerate(transport.members)}
-        self._peers = {peer: places[peer] for peer in transport.peers}  # with their places in the shard group
+        self._members = dist.get_process_group_ranks(groups.gather)
+        places = {member: place for place, member in enumerate(self._members)}
+        # With their places in the shard group.
+        self._peers = {peer: places[peer] for peer in transport.peers if peer in places}
+        self._session = transport.session(self, self._peers.keys())
         self._allocated: dict[tuple[int, int], int] = {}  # numbers by address and elements
         self._places: dict[int, dict[int, int] | None] = {}
 
@@ -90,7 +94,7 @@ class SharedMemoryCollectives(Collectives):
         def add_up(offsets: Mapping[int, int]) -> None:
             views = {peer: self.transport.view(peer, offset, size, bucket.dtype) for peer, offset in offsets.items()}
             views[self.transport.rank] = own
-            average(shard, [views[member] for member in self.transport.members], divisor)
+            average(shard, [views[member] for member in self._members], divisor)
 
         given = {peer: (place * size, size) for peer, place in self._peers.items()}
         return self._transfer(Channel.REDUCE, what, bucket, given, dict.fromkeys(given, shard), add_up)
@@ -107,8 +111,8 @@ class SharedMemoryCollectives(Collectives):
 
     def _broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
         flat, mine = tensor.view(-1), self.rank == source
-        given = dict.fromkeys(self.transport.peers, (0, flat.numel())) if mine else {}
-        taken = {} if mine else {self.transport.members[source]: flat}
+        given = dict.fromkeys(self._peers, (0, flat.numel())) if mine else {}
+        taken = {} if mine else {self._members[source]: flat}
         return self._transfer(Channel.SPREAD, what, flat, given, taken)
 
     def _tell_place(self, memory: Tensor) -> None:

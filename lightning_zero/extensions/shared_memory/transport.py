@@ -111,9 +111,10 @@ class Transfer(Pending):
 
 
 class _Session:
-    """What is known of one engine's memory, on all ranks."""
+    """What is known of one engine's memory, on this rank and the ``peers`` of its shard group."""
 
     def __init__(self) -> None:
+        self.peers: Set[int] = frozenset()
         self.version = 0  # of this rank's
         self.told = 0  # places of this rank's so far
         self.versions: Counter[int] = Counter()  # by rank; from 1
@@ -224,13 +225,15 @@ class Transport:
                 )
             return [rows[rank][1] for rank in self.members]
 
-    def session(self, owner: object) -> int:
-        """A new number, equal on all ranks, for as long as ``owner`` lives. Collective: every rank.
+    def session(self, owner: object, peers: Set[int]) -> int:
+        """A new number, equal on all ranks, for as long as ``owner`` lives, which shares memory with ``peers``.
+        Collective: every rank.
 
         Never waits: a thread may still be in a transfer that an error has stopped.
         """
         session, sessions = self._numbers[_Session], self._sessions
         self._numbers[_Session] += 1
+        sessions[session].peers = peers  # some of their messages may have come before
         weakref.finalize(owner, sessions.pop, session, None).atexit = False
         return session
 
@@ -239,15 +242,16 @@ class Transport:
         with self._lock:
             known = self._sessions[session]
             number, known.told = known.told, known.told + 1
-            for peer in self.peers:
+            for peer in known.peers:
                 self._links.send(peer, _Kind.PLACE, number=number, offset=offset, nbytes=nbytes, check=session)
         return number
 
     def places(self, session: int, number: int, nbytes: int) -> dict[int, int] | None:
         """Where the others have their memory of a number; ``None``, on every rank, if one of them has it elsewhere."""
         with self._lock:
-            told = self._sessions[session].places[number]
-            self._until(lambda: self._heaps.keys() - told.keys())
+            known = self._sessions[session]
+            told = known.places[number]
+            self._until(lambda: known.peers - told.keys())
         if any(size != nbytes for _, size in told.values()):
             raise RuntimeError("the ranks are in different places of the program: their shards differ in size")
         places = {peer: offset for peer, (offset, _) in told.items()}
@@ -262,9 +266,9 @@ class Transport:
         if known.version == version:
             return
         with self._lock:
-            for peer in self.peers:
+            for peer in known.peers:
                 self._links.send(peer, _Kind.VERSION, number=version, check=session)
-            self._until(lambda: {peer for peer in self.peers if known.versions[peer] < version})
+            self._until(lambda: {peer for peer in known.peers if known.versions[peer] < version})
         known.version = version
 
     def close(self) -> None:

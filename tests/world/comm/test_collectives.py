@@ -182,6 +182,48 @@ def test_a_gather_from_a_source(names: tuple[str, ...], world_size: int) -> None
     run_world(world_size, run)
 
 
+def test_columns_of_a_tensor_mesh_are_apart() -> None:
+    """Ranks 0, 2, 4 have one part of each weight, and 1, 3, 5 the other: each goes its own way, over every wire."""
+    splits = [[0, 2, 1], [3, 0, 0], [1, 1, 4]]  # from row to column
+
+    def run(rank: int) -> list[list[Tensor]]:
+        groups, column, found = Groups.create("gloo", tensor=2), rank % 2, list[list[Tensor]]()
+        shared = choose_collectives(groups, Streams(CPU), CPU)
+        assert isinstance(shared, SharedMemoryCollectives)
+        for comm in (GlooCollectives(groups, Streams(CPU)), shared):
+            place, results, sources = comm.rank, list[Tensor](), list[Tensor]()
+            assert (place, comm.world_size) == (rank // 2, 3)
+            for turn in range(2 + 3 * column):
+                mine = buffer_of(rank, 3, torch.float32, salt=turn)
+                sources.append(comm.allocate(SIZE, torch.float32, CPU).copy_(mine[:SIZE]))
+                full, bucket, shard = mine.clone(), comm.allocate(3 * SIZE, torch.float32, CPU), torch.zeros(SIZE)
+                whole, received = torch.zeros(3 * SIZE), torch.zeros(sum(row[place] for row in splits))
+                pieces = [row[place] for row in splits], splits[place]
+                transfers = [
+                    comm.reduce_scatter(bucket.copy_(mine), shard, "bucket"),
+                    comm.all_gather(full, "unit"),
+                    comm.all_gather(whole, "weights", source=sources[-1], version=1 + turn),
+                    comm.all_to_all(received, mine[: sum(splits[place])], *pieces),
+                    comm.broadcast(value := mine.clone(), turn % 3),
+                ]
+                for transfer in transfers:
+                    transfer.wait()
+                results += [shard, full, whole, received, value]
+            groups.control.barrier()  # nobody lets go of a source before all have read
+            found.append(results)
+        assert all(map(torch.equal, *found))
+        return found[1]
+
+    for rank, (shard, full, whole, received, value, *_) in enumerate(run_world(6, run)):
+        place, rows = rank // 2, [buffer_of(other, 3, torch.float32) for other in range(rank % 2, 6, 2)]
+        assert torch.equal(shard, (pairwise_sum(rows) / 3).chunk(3)[place])
+        assert torch.equal(full, torch.cat([row.chunk(3)[other] for other, row in enumerate(rows)]))
+        assert torch.equal(whole, torch.cat([row[:SIZE] for row in rows]))
+        sent = [row[: sum(split)].split(split)[place] for row, split in zip(rows, splits, strict=True)]
+        assert torch.equal(received, torch.cat(sent))
+        assert torch.equal(value, rows[0])
+
+
 def test_a_gather_and_a_reduction_in_one_group_find_their_own() -> None:
     """Also where ranks begin them in different orders: averages between shard groups do, and both are messages."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,7 +17,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_zero import ActivationPolicy, ZeroPrecision, ZeroStrategy
+from lightning_zero.comm import GlooCollectives
+from lightning_zero.comm.native import SWITCH
 from lightning_zero.errors import DivergenceError
+from lightning_zero.extensions.shared_memory.collectives import SharedMemoryCollectives
 from tests.helpers.parallel import (
     Llama,
     Mlp,
@@ -74,6 +79,24 @@ def meshes(rank: int, tensor: int, models: Any = MODELS) -> None:
                 far = distance(expected, found[-1])
                 assert far < 1e-12, f"{build.__name__}, stage {stage}, sequence {sequence}: {far}"
             assert same(*found)
+
+
+def test_gloo_and_shared_memory_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of a shard group are no neighbours, and read one another's memory all the same."""
+
+    def run(rank: int) -> None:
+        for stage in STAGES:
+            found, kinds = [], []
+            for switch in ("1", "0"):
+                monkeypatch.setenv(SWITCH, switch)
+                module = llama(sequence=True, dtype=torch.float32)
+                module.on_train_end = lambda: kinds.append(type(module.trainer.strategy.engine.collectives))  # type: ignore[method-assign, attr-defined]  # noqa: B023
+                options: Any = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+                found.append(fit(zero(stage, 2), module, **options))
+            assert same(*found), stage
+            assert kinds == [SharedMemoryCollectives, GlooCollectives]
+
+    run_world(4, run)
 
 
 @pytest.mark.parametrize("tensor", [2, 4], ids=["2 x 2", "1 x 4"])
@@ -287,19 +310,20 @@ def test_other_batches_in_a_tensor_group_are_refused() -> None:
 
 
 class Failing(Parallel):
-    """Rank 3 raises in its third step: before, between or after what the tensor group computes together."""
+    """Rank 3 ends in its third step: before, between or after what the tensor group computes together."""
 
     where = ""
+    end: Any
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         fails = self.global_rank == 3 and batch_idx == 2
         if fails and self.where == "between":
-            self.net.layers[1].register_forward_pre_hook(fail)
+            self.net.layers[1].register_forward_pre_hook(self.end)
         if fails and self.where == "before":
-            fail()
+            self.end()
         loss = super().training_step(batch, batch_idx)
         if fails and self.where == "after":
-            fail()
+            self.end()
         return loss
 
 
@@ -307,15 +331,20 @@ def fail(*args: Any) -> None:
     raise KeyError("a rank's own mistake")
 
 
+def die(*args: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("end", [fail, die])
 @pytest.mark.parametrize("where", ["before", "between", "after"])
-def test_ranks_do_not_wait_for_one_that_failed(where: str) -> None:
+def test_ranks_do_not_wait_for_one_that_failed(where: str, end: Any) -> None:
     def run(rank: int) -> None:
         module = Failing(Llama, llama_plan)
-        module.where = where
+        module.where, module.end = where, end
         fit(zero(3, 2), module)
 
     failures = run_world(4, run, expect_failure=True)
-    assert failures[3].type == "KeyError"
+    assert failures[3].type == {fail: "KeyError", die: "SIGKILL"}[end]
     for rank in range(3):
         assert failures[rank].type in ("CommunicationError", "DivergenceError", "RuntimeError")
         # They end at once: some find one that failed, and some one that is gone.

@@ -424,20 +424,20 @@ def open_files() -> set[str]:
     return {name for name in names if name.startswith(("pipe:", "/memfd:"))}
 
 
-def chosen_with_log(rank: int) -> tuple[str, list[str]]:
+def chosen_with_log(rank: int, tensor: int = 1) -> tuple[str, list[str]]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger("lightning_zero")
     log.setLevel(logging.INFO)
     log.addHandler(handler)
-    groups = Groups.create("gloo")
+    groups = Groups.create("gloo", tensor=tensor)
     kinds = {type(choose_collectives(groups, Streams(CPU), CPU)) for _ in range(3)}
     assert len(kinds) == 1
     comm = choose_collectives(groups, Streams(CPU), CPU)
     bucket, shard = torch.full((2 * SIZE,), float(rank)), torch.zeros(SIZE)
     comm.reduce_scatter(bucket, shard, "bucket").wait()
-    assert shard.eq(0.5).all()
+    assert shard.eq((rank % tensor) + tensor / 2).all()
     return type(comm).__name__, lines
 
 
@@ -445,10 +445,10 @@ def refuse(*args: Any) -> int:
     raise OSError(38, "Function not implemented")
 
 
-def break_on(rank: int, here: int, patch: Callable[[], None]) -> tuple[str, list[str]]:
+def break_on(rank: int, here: int, patch: Callable[[], None], tensor: int) -> tuple[str, list[str]]:
     if rank == here:
         patch()
-    return chosen_with_log(rank)
+    return chosen_with_log(rank, tensor)
 
 
 BREAKS: dict[str, tuple[Callable[[], None], str]] = {
@@ -462,14 +462,16 @@ BREAKS: dict[str, tuple[Callable[[], None], str]] = {
 }
 
 
+@pytest.mark.parametrize("tensor", [1, 2], ids=["", "tensor-parallel"])
 @pytest.mark.parametrize("what", BREAKS)
-def test_gloo_where_one_rank_can_not(what: str) -> None:
+def test_gloo_where_one_rank_can_not(what: str, tensor: int) -> None:
     patch, reason = BREAKS[what]
-    (kind, lines), other = run_world(2, lambda rank: break_on(rank, 1, patch), timeout=30)
-    assert kind == other[0] == GlooCollectives.__name__
-    assert other[1] == []
+    (kind, lines), *others = run_world(2 * tensor, lambda rank: break_on(rank, 1, patch, tensor), timeout=30)
+    assert kind == GlooCollectives.__name__
+    assert others == [(kind, [])] * (2 * tensor - 1)
     (line,) = lines
     assert re.search(f"^Ranks exchange weights and gradients over gloo: {reason}", line), line
+    assert ("with tensor parallelism" in line) == (what == "another host" and tensor > 1)
 
 
 @pytest.mark.parametrize(
@@ -503,6 +505,6 @@ def test_a_rank_without_the_extension_is_an_error_on_all() -> None:
 
 
 def test_shared_memory_is_taken_without_a_word() -> None:
-    for kind, lines in run_world(2, chosen_with_log):
+    for kind, lines in (*run_world(2, chosen_with_log), *run_world(4, chosen_with_log, 2)):
         assert kind == SharedMemoryCollectives.__name__
         assert lines == []
