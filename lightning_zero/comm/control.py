@@ -200,6 +200,8 @@ class ControlGroup:
         """A faster way for few bytes, where all ranks are on one host; its answer is ``None`` where they are many."""
         self.before: Callable[[], object] | None = None
         """What was put off until the next agreement, and comes before it."""
+        self.presumed: tuple[str, Sequence[str], str] = ("", (), "")
+        """What ranks last presumed to be ``alike``. They compare it where one asks for that, and others do not."""
         self.counted: Sequence[int] = range(world_size)
         """The ranks whose parts make up a whole, in its order: where several groups have the same, this one's."""
 
@@ -339,8 +341,11 @@ class ControlGroup:
                 some = both & every
                 differing = some & both >> 8 * size
             if differing & _WORD:
-                places = enumerate(self.gather_objects(place, "places"))
-                raise DivergenceError(_ELSEWHERE.format("\n".join(f"  rank {rank}: {text}" for rank, text in places)))
+                places = self.gather_objects(place, "places")
+                if self.presumed[0] in places:
+                    self.alike(*self.presumed)
+                told = (f"  rank {rank}: {text}" for rank, text in enumerate(places))
+                raise DivergenceError(_ELSEWHERE.format("\n".join(told)))
         return rows, some, differing
 
     def settle(self) -> None:

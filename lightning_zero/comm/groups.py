@@ -298,11 +298,6 @@ class Groups:
         return None if self.across is None else self.shard.world_size
 
     @property
-    def data_ranks(self) -> int:
-        """How many ranks have other data: all, but of those of a tensor-parallel group one."""
-        return self.control.world_size // self.shard.tensor
-
-    @property
     def one_order(self) -> bool:
         """Whether gathers and reductions are of one group."""
         return self.gather is not None and self.reduce is self.gather

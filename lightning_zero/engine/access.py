@@ -54,11 +54,6 @@ def _sum_of_own(bucket: GradientBucket, position: int) -> Tensor | None:
     return None if position in bucket.round.kept else bucket.room.views[position]
 
 
-def _is_apart(bucket: GradientBucket, position: int) -> bool:
-    """Whether there is an average of an earlier step, and beside it a sum of micro-steps since."""
-    return position in bucket.round.kept and bucket.still_local(position)
-
-
 class _Gradient(Source):
     """The averaged gradient that a parameter has now, until it is cleared or another one comes."""
 
@@ -75,7 +70,7 @@ class _Gradient(Source):
                 f"{called} uses the {self.what} that was cleared or replaced since it was read, and its memory is used "
                 "again. Read `.grad` again, or keep a copy of it: clone it while it is there."
             )
-        if _is_apart(bucket, one.position):
+        if one.position in bucket.round.kept and bucket.still_local(one.position):
             raise ParameterAccessError(
                 f"{called} was called on the gradient of '{self._binding.name}', which was averaged but not cleared, "
                 "and to which this rank has added since: the two parts are separate. Clear gradients after each step, "

@@ -8,13 +8,14 @@ outside of one, it is only ever the first forward.
 
 [Note: what is compared]
 A collective of different sizes hangs, or fills memory with what was meant for other memory. Buffers are replaced and
-resized wherever the user likes, on one rank only if something is wrong. So the hosts meet before buffers are sent, and
-compare what they are about to send in one number.
+resized wherever the user likes, on one rank only if something is wrong. So the ranks compare what they are about to
+send. In training they presume that a set which stayed the same the last time has stayed so again, and compare nothing.
+A rank that finds another set nevertheless takes part in that broadcast, as many bytes as the others expect, and then
+compares. The others have found another set too; or they are in their forward, and learn of it at their next agreement.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -28,6 +29,7 @@ from lightning_zero.plan.buckets import BufferPiece, BufferSpec, make_pieces, se
 
 __all__ = ["BufferBroadcast"]
 
+_SET = "set of buffers"
 _ADVICE = (
     "Rank 0's buffers are given to all ranks, so these must be of equal names, shapes and dtypes everywhere. Replace "
     "or resize a buffer on all ranks alike; or let each rank keep its own, with ZeroStrategy(broadcast_buffers=False) "
@@ -43,70 +45,67 @@ class BufferBroadcast:
     """
 
     def __init__(self, engine: ZeroEngine, *, fitting: bool, enabled: bool) -> None:
-        self._engine = engine
-        self._specs: tuple[BufferSpec, ...] | None = None
-        self._lines: list[str] = []
-        self._digest = ""
+        self.engine = engine
+        """Who runs the module; another one once parameters have thawed."""
+        self._specs: list[BufferSpec] | None = None
+        self._set: tuple[str, list[str], str] = (_SET, [], _ADVICE)
         self._pieces: tuple[BufferPiece, ...] = ()
-        self._count = 0
         self._wanted = enabled or not fitting
         self._due = self._repeats = False
+        self._presumed = False  # to be the same set on all ranks: it was so, and stayed so, the last time
         if engine.collectives.world_size > 1:
             buffers = self._look()
-            self._agree()
-            self._send(buffers)
+            engine.control.alike(*self._set)
+            self._send(self._pieces, buffers)
             # What has no buffer at set-up is never looked at again, as there.
             self._due = self._repeats = fitting and enabled and bool(buffers)
 
-    def before_forward(self, name: str) -> None:
+    def before_forward(self, name: str, training: bool) -> None:
         """Send them if it is time to, as above. Collective, before the same step methods."""
         if not self._due:
             return
-        self._count += 1
+        engine, specs, pieces = self.engine, self._specs, self._pieces
+        engine.control.settle()
         buffers = self._look()
-        number = int(self._digest[:15], 16)
-        rows = self._engine.agree(f"sending buffers for the {self._count}. time, before {name}", [number])
-        if any(row[0] != number for row in rows):
-            self._agree()
-        self._send(buffers)
+        engine.control.presumed, changed = self._set, self._specs is not specs
+        if self._presumed:
+            self._send(pieces, () if changed else buffers)
+            if changed and training:
+                engine.pass_forward(name, _SET)
+        if changed or not (self._presumed and training):
+            engine.control.alike(*self._set)
+        if changed or not self._presumed:
+            self._send(self._pieces, buffers)
+        self._presumed = not changed
         self._repeats = self._repeats and bool(buffers)
 
     def after_forward(self, averaged: bool) -> None:
         """Note whether the gradients of the forward that has ended will be averaged. See [Note: which forwards]."""
-        self._due = self._repeats and averaged and torch.is_grad_enabled() and self._engine.reduce_gradients
-
-    def go_on(self, engine: ZeroEngine) -> None:
-        """The module has another engine now."""
-        self._engine = engine
+        self._due = self._repeats and averaged and torch.is_grad_enabled() and self.engine.reduce_gradients
 
     def _look(self) -> list[Tensor]:
         """The buffers as they are now: any may have been replaced by assignment."""
-        named = sent_buffers(self._engine.module) if self._wanted else []
-        known = self._specs
-        now = [(name, buffer.shape, buffer.dtype) for name, buffer in named]
-        if known is None or now != [(spec.name, spec.shape, spec.dtype) for spec in known]:
-            self._specs = tuple(BufferSpec.of(name, buffer) for name, buffer in named)
-            self._pieces = make_pieces(self._specs)
-            self._lines = [f"broadcast_buffers={self._wanted}", *(spec.line for spec in self._specs)]
-            self._digest = hashlib.sha256("\n".join(self._lines).encode()).hexdigest()
+        named = sent_buffers(self.engine.module) if self._wanted else []
+        specs = [BufferSpec(name, buffer.shape, buffer.dtype) for name, buffer in named]
+        if specs != self._specs:
+            self._specs, self._pieces = specs, make_pieces(specs)
+            self._set = (_SET, [f"broadcast_buffers={self._wanted}", *(spec.line for spec in specs)], _ADVICE)
         return [buffer for _, buffer in named]
 
-    def _agree(self) -> None:
-        self._engine.control.alike("set of buffers", self._lines, _ADVICE)
-
-    def _send(self, buffers: Sequence[Tensor]) -> None:
-        self._engine.collectives.settle()
+    def _send(self, pieces: Sequence[BufferPiece], buffers: Sequence[Tensor]) -> None:
+        """No buffers: nobody needs what is sent."""
+        self.engine.collectives.settle()
         with BroadcastVersions(buffers):
-            for number, piece in enumerate(self._pieces):
+            for number, piece in enumerate(pieces):
                 what = f"rank 0's buffers, part {number}"
-                with self._engine.means.spans.of(Phase.BUFFERS, nbytes=piece.nbytes):
-                    self._send_piece(piece, [buffers[index] for index in piece.members], what)
+                with self.engine.means.spans.of(Phase.BUFFERS, nbytes=piece.nbytes):
+                    self._send_piece(piece, [buffers[index] for index in piece.members if buffers], what)
 
     def _send_piece(self, piece: BufferPiece, buffers: Sequence[Tensor], what: str) -> None:
-        collectives, device = self._engine.collectives, self._engine.device
+        collectives, device = self.engine.collectives, self.engine.device
         parts: list[tuple[list[Tensor], list[Tensor]]] = []  # of one dtype each: buffers and their memory
         with untracked():
-            flat = torch.empty(piece.nbytes, dtype=torch.uint8, device=device)
+            flat = (torch.empty if buffers else torch.zeros)(piece.nbytes, dtype=torch.uint8, device=device)
             start = 0
             for dtype, group in groupby(buffers, lambda buffer: buffer.dtype):
                 members = list(group)

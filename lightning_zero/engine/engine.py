@@ -304,6 +304,19 @@ class ZeroEngine:
             self._close_forward()
         self.weights.unbind()
 
+    def pass_forward(self, name: str, place: str) -> None:
+        """Meet the other ranks at ``place``, though they may be in a forward: a rank takes part in their gathers.
+
+        ``name``: of the step method, which has not begun here. Collective, and an error on all if some are in it.
+        """
+        if self._schedule.sharded:
+            try:
+                self._schedule.open(f"forward 0 of {name}", place)
+                self._schedule.close()
+            except BaseException:
+                self.abandon()
+                raise
+
     @contextmanager
     def paused(self) -> Iterator[bool]:
         """Interrupt a running forward, if there is one, for other collectives. Collective: every rank."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -91,18 +92,12 @@ def make_buckets(
 # -------------------------------------------------------------------------------------------------------------- buffers
 
 
-@dataclass(frozen=True)
-class BufferSpec:
+class BufferSpec(NamedTuple):
     """One buffer as all ranks must have it, under its first name in the module."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: torch.Size
     dtype: torch.dtype
-
-    @classmethod
-    def of(cls, name: str, buffer: Tensor) -> BufferSpec:
-        """What a tensor is."""
-        return cls(name, tuple(buffer.shape), buffer.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -112,7 +107,7 @@ class BufferSpec:
     @property
     def line(self) -> str:
         """For people."""
-        return f"buffer '{self.name}': {str(self.dtype).removeprefix('torch.')} of shape {self.shape}"
+        return f"buffer '{self.name}': {str(self.dtype).removeprefix('torch.')} of shape {tuple(self.shape)}"
 
 
 @dataclass(frozen=True)

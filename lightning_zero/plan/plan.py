@@ -554,7 +554,9 @@ class ZeroPlan:
             prefetch=prefetch,
             root=0 if gathers else None,
             offload=offload,
-            buffers=tuple(BufferSpec.of(*named) for named in sent_buffers(module)) if broadcast_buffers else (),
+            buffers=tuple(
+                BufferSpec(name, one.shape, one.dtype) for name, one in sent_buffers(module) if broadcast_buffers
+            ),
         )
 
 

@@ -186,7 +186,7 @@ class ZeroSession:
         plan = build_plan(
             module,
             placement=collectives.placed(replace(settings.placement, span=self.groups.span)),
-            world_size=self.groups.data_ranks,
+            world_size=self.groups.control.world_size // self.groups.shard.tensor,
             units=settings.units,
             bucket_mib=settings.bucket_mib,
             prefetch=int(not collectives.gathers_at_once) if settings.prefetch is None else settings.prefetch,
@@ -248,7 +248,7 @@ class ZeroSession:
         engine, former.updating = self.engine, True  # slices that user code has kept are not of this engine
         engine.means.spans.observers, engine.reduce_gradients = former.means.spans.observers, former.reduce_gradients
         if self._buffers is not None:
-            self._buffers.go_on(engine)
+            self._buffers.engine = engine
         self._prepare_training()
         states = [cut_anew(state, former, engine) for state in states]
         self.shard_optimizers(optimizers, **self._stepped)
@@ -326,7 +326,7 @@ class ZeroSession:
         if training:
             self.adopt_changes()
         with self._activations.training() if training and self._activations is not None else nullcontext():
-            self._buffers.before_forward(name)
+            self._buffers.before_forward(name, training)
             with self.engine.step(name):
                 yield
             self._buffers.after_forward(averaged=averaged)

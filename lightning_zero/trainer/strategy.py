@@ -338,17 +338,13 @@ class ZeroStrategy(Processes, ParallelStrategy):
         with self.precision_plugin.forward_context(), self.session.step(name, training=training, averaged=averaged):
             result = None if without else getattr(self._module, name)(*args, **kwargs)
             if training and averaged and self.placement.shards_parameters:
-                follows = self._backward_follows(result is not None or without)
+                trainer: Any = self._module.trainer
+                skipped = trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward  # 2.6
+                follows = (result is not None or without) and not skipped and undisturbed(trainer, _BEFORE_BACKWARD)
                 self.engine.progress.follows = "a backward" if follows else ""
         if not training:
             self._signals.heed(between=True)
         return torch.zeros((), device=self.root_device, requires_grad=True) if without and training else result
-
-    def _backward_follows(self, loss: bool) -> bool:
-        """Whether a backward comes next, before any code of the user's."""
-        trainer: Any = self._module.trainer
-        skipped = trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward  # 2.6
-        return loss and not skipped and undisturbed(trainer, _BEFORE_BACKWARD)
 
     def take_part(self, step: str) -> None:
         """Take part in a step of evaluation that other ranks have a batch for. Collective: every rank."""

@@ -181,11 +181,29 @@ class Mixed(Kept):
         return loss + self.first.sum() * 0
 
 
+class Resized(Kept):
+    """A buffer of another size from the third step of an epoch on, made between two steps, and others on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scales", torch.ones(WIDTH))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.scales = self.scales * (1.5 + self.global_rank)
+        return loss * self.scales.mean()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            self.scales = torch.linspace(1, 2 + self.global_rank, 2 * len(self.scales))
+
+
 KINDS: dict[str, Callable[[], Kept]] = {
     "batch norm": Kept,
     "queue": Queue,
     "assigned": Assigned,
     "grows": Grows,
+    "resized": Resized,
     "mixed": Mixed,
 }
 
@@ -637,7 +655,7 @@ def test_a_model_without_buffers_and_a_rank_alone_pay_nothing() -> None:
         assert isinstance(buffers, BufferBroadcast)
         before = control.shortcut.__self__.exchanges if control.shortcut is not None else 0
         for _ in range(3):
-            buffers.before_forward("training_step")
+            buffers.before_forward("training_step", training=True)
             buffers.after_forward(averaged=True)
         return (control.shortcut.__self__.exchanges if control.shortcut is not None else 0) - before
 

@@ -70,8 +70,8 @@ EXPECTED: list[tuple[int, dict[str, Any], list[int]]] = [
     (3, {"between": "on_before_optimizer_step"}, [3, 3]),
     (3, {"between": "on_before_backward", "ranks": [1]}, [3, 3]),  # on one rank too
     (2, {"between": "on_after_backward", "ranks": [1]}, [3, 3]),
-    (1, {"buffers": True}, [3, 3]),  # and the beginning of a forward, which has rank 0's buffers
-    (3, {"buffers": True}, [3, 3]),
+    (1, {"buffers": True}, [2, 2]),  # rank 0's buffers are presumed to be of the same sizes as ever
+    (3, {"buffers": True}, [2, 2]),
     (2, {"gradient_clip_val": 0.1}, [3, 3]),  # and the norm
     (1, {"accumulate_grad_batches": 2}, [0, 2]),  # nothing is averaged in the first micro-step
     (2, {"accumulate_grad_batches": 2}, [2, 2]),
