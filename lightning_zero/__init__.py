@@ -57,6 +57,7 @@ from lightning_zero.trainer.strategy import ZeroStrategy
 
 # Names of extensions, by the extension that has them.
 _OF_EXTENSIONS = {
+    "AdamW8bit": "eight_bit",
     "CommunicationMonitor": "monitors",
     "MemoryMonitor": "monitors",
     "estimate_memory": "planner",
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from lightning_zero.checkpoint.consolidated import consolidate_checkpoint
     from lightning_zero.trainer.cli import ZeroCLI
 
+    AdamW8bit: Any
     CommunicationMonitor: Any
     MemoryMonitor: Any
     estimate_memory: Any
@@ -89,6 +91,7 @@ else:
 
 __all__ = [
     "ActivationPolicy",
+    "AdamW8bit",
     "CheckpointPolicy",
     "CommunicationMonitor",
     "Compression",

@@ -24,6 +24,7 @@ from lightning_zero.engine.full import (
 from lightning_zero.errors import DivergenceError, ParameterAccessError, UnsupportedOptimizerError
 from lightning_zero.offload.host import OffloadedTensor
 from lightning_zero.optim.gradients import gradient_norm
+from lightning_zero.optim.state import grain
 from lightning_zero.optim.whole import WholeState
 from lightning_zero.shards.slice import Slice
 
@@ -200,8 +201,8 @@ def full_optimizer_state(module: nn.Module, name: str, key: str) -> Any:
         key: for example ``exp_avg``.
 
     Returns:
-        A tensor of the parameter's shape, or the scalar state; freshly allocated. If several optimizers have such
-        state for the parameter, that of the first one.
+        A tensor of the parameter's shape, 1-D for state by blocks, or the scalar state; freshly allocated. If several
+        optimizers have such state for the parameter, that of the first one.
 
     Raises:
         ValueError: if the parameter is in no optimizer or has no such state (yet).
@@ -217,7 +218,7 @@ def full_optimizer_state(module: nn.Module, name: str, key: str) -> Any:
         state = optimizer.named_state().get(one.name, WholeState())
         if key in state.slices:
             with engine.paused():
-                found = whole(engine, {one: state.slices[key]}, f"state '{key}' of '{name}'")[one.user]
+                found = whole(engine, {one: state.slices[key]}, f"state '{key}' of '{name}'", grain(key))[one.user]
                 return joined(one, found)
         if key in state.values:
             value = state.values[key]

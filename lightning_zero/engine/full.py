@@ -233,18 +233,21 @@ def check_between_steps(engine: ZeroEngine, what: str) -> None:
     engine.tiers.settle()
 
 
-def whole(engine: ZeroEngine, pieces: Mapping[Slice, Tensor | None], what: str) -> dict[nn.Parameter, Tensor]:
+def whole(
+    engine: ZeroEngine, pieces: Mapping[Slice, Tensor | None], what: str, grain: int = 1
+) -> dict[nn.Parameter, Tensor]:
     """Full shapes, by parameter, of what is cut as the masters are: a gradient, a state, an average, a master.
 
-    ``pieces`` are 1-D, on any tier, of one dtype in each layout; ``None``: this rank has zeros. Sends only these, a
-    layout at a time. Raises ``OffloadError`` on every rank if one could not read its part. Collective: every rank.
+    ``pieces`` are 1-D, on any tier, of one dtype in each layout; ``None``: this rank has zeros. What has one element
+    for each ``grain`` of the parameter's stays 1-D. Sends only these, a layout at a time. Raises ``OffloadError`` on
+    every rank if one could not read its part. Collective: every rank.
     """
     layouts: dict[int, list[Slice]] = {}
     for one in pieces:
         layouts.setdefault(id(one.layout), []).append(one)
     collectives, found, failure = engine.collectives, dict[nn.Parameter, Tensor](), None
     for members in layouts.values():
-        numels = [[numel for _, numel in one.ranges(collectives.world_size)] for one in members]
+        numels = [[-(-numel // grain) for _, numel in one.ranges(collectives.world_size)] for one in members]
         width = max(map(sum, zip(*numels, strict=True)))
         sizes = [[*row, width - sum(row)] for row in zip(*numels, strict=True)]
         mine = [piece for one in members if (piece := pieces[one]) is not None]
@@ -262,7 +265,8 @@ def whole(engine: ZeroEngine, pieces: Mapping[Slice, Tensor | None], what: str) 
                 collectives.all_gather(buffer, what).wait()
             rows = [row.split(size) for row, size in zip(buffer.view(len(sizes), width), sizes, strict=True)]
             for index, one in enumerate(members):
-                found[one.user] = torch.cat([row[index] for row in rows]).view(one.spec.shape)
+                full = torch.cat([row[index] for row in rows])
+                found[one.user] = full.view(one.spec.shape if grain == 1 else -1)
     if engine.tiers.can_fail:
         engine.control.together(f"read its part of {what}", raising(failure), OffloadError)
     return found

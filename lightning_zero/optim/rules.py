@@ -36,12 +36,14 @@ __all__ = ["check_offloadable", "optimizer_rule", "refuse_closure", "steps_on_sl
 
 _ELEMENTWISE = frozenset(
     {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+    | {"AdamW8bit"}  # ours: block by block, and no rank has a part of one
 )
+_KNOWN = ("torch.optim", "lightning_zero.extensions.eight_bit")
 
 
 def torch_class(cls: type) -> Any:
-    """The optimizer of torch that a class is or derives from, or ``None``."""
-    return next((base for base in cls.__mro__ if base.__module__.startswith("torch.optim")), None)
+    """The optimizer of torch, or of ours, that a class is or derives from, or ``None``."""
+    return next((base for base in cls.__mro__ if base.__module__.startswith(_KNOWN)), None)
 
 
 def steps_on_slices(optimizer: Optimizer | type) -> bool:

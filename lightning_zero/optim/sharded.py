@@ -24,11 +24,12 @@ from lightning_zero.offload import OffloadedTensor
 from lightning_zero.optim.agreement import Fingerprint
 from lightning_zero.optim.groups import ParamGroups, restore_options
 from lightning_zero.optim.hooks import StepHooks, is_hooked
-from lightning_zero.optim.rules import check_offloadable, optimizer_rule, try_in_parts
-from lightning_zero.optim.state import SCALARS, StateHomes, copied, covers
+from lightning_zero.optim.rules import check_offloadable, optimizer_rule, torch_class, try_in_parts
+from lightning_zero.optim.state import SCALARS, StateHomes, copied, covers, grain, shape_of
 from lightning_zero.optim.stepper import Stepper, Steps, members_of
 from lightning_zero.optim.visible import OptimizerView
 from lightning_zero.optim.whole import WholeParameters, WholeState
+from lightning_zero.registry import extension
 from lightning_zero.shards.sharded import ShardedTensor
 from lightning_zero.shards.slice import Slice
 
@@ -241,6 +242,8 @@ class ShardedOptimizer:
             self.units.setdefault(member.entry.unit, []).append(member.entry.user)
 
     def _check_offloadable(self, entries: Sequence[Slice]) -> None:
+        if getattr(torch_class(type(self.optimizer)), "__name__", "") == "AdamW8bit":
+            extension("eight_bit").check_parameters(self.label, entries)
         for tier, entry in {e.flat.rest.master: e for e in entries if e.parameter is not None}.items():
             check_offloadable(self.optimizer, self.label, self.rule, tier, entry.user.device)
 
@@ -275,7 +278,7 @@ class ShardedOptimizer:
         if self._whole is None:
             for entry in self._view.entries():
                 if state := self.state.get(entry.target):
-                    slices = {key: value for key, value in state.items() if covers(value, entry.place.numel)}
+                    slices = {key: value for key, value in state.items() if covers(key, value, entry.place.numel)}
                     values = {key: value for key, value in state.items() if key not in slices}
                     named[entry.name] = WholeState(slices, values)
             return named
@@ -287,9 +290,9 @@ class ShardedOptimizer:
 
     def slices_state(self, entry: Slice, key: str, shape: Sequence[int]) -> bool:
         """Whether state of a full ``shape`` covers the parameter's elements, so that each rank takes its slice."""
-        if tuple(shape) != tuple(entry.spec.shape):
+        if tuple(shape) != shape_of(key, entry.spec.shape):
             return False
-        return bool(shape) or (self._whole is None and key not in SCALARS)
+        return (bool(shape) and grain(key) == 1) or (self._whole is None and key not in SCALARS)
 
     def steps_on_device(self, entry: Slice) -> bool:
         """Whether the step counter of a parameter belongs on its device (fused and capturable optimizers)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,23 +11,43 @@ from torch import Tensor
 
 from lightning_zero._torch import TorchDispatchMode, untracked
 from lightning_zero.offload.host import in_memory
+from lightning_zero.plan.layout import ALIGNMENT
 from lightning_zero.shards.slice import Slice
 
 __all__ = ["SCALARS", "ConstantState", "Kind", "StateHomes", "copied", "covers", "is_like"]
+__all__ += ["extent", "grain", "shape_of"]
 
 
 SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
 """Scalar states of the elementwise optimizers; only matters for 0-d parameters, where shape cannot tell."""
 
+_OF_BLOCKS = frozenset({"exp_avg_scales", "exp_avg_sq_scales"})
 
-def covers(value: Any, numel: int) -> bool:
-    """Whether a state value is a slice of ``numel`` elements, rather than a scalar."""
-    return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == numel
+
+def grain(key: str) -> int:
+    """How many elements of a parameter one of a state stands for: 1, or as many as no rank ever has a part of."""
+    return ALIGNMENT if key in _OF_BLOCKS else 1
+
+
+def extent(key: str, numel: int) -> int:
+    """How many elements a state has for so many of a parameter, or for those before a place where it may be cut."""
+    return -(-numel // grain(key))
+
+
+def shape_of(key: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """What shape a state has that is cut as a parameter of ``shape`` is."""
+    return tuple(shape) if grain(key) == 1 else (extent(key, math.prod(shape)),)
+
+
+def covers(key: str, value: Any, numel: int) -> bool:
+    """Whether a state value is that of ``numel`` elements of a parameter, rather than a scalar."""
+    return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == extent(key, numel)
 
 
 def is_like(key: str, value: Any, shape: Sequence[int]) -> bool:
-    """Whether state of a whole parameter has an element for each of the parameter's."""
-    return isinstance(value, Tensor) and tuple(value.shape) == tuple(shape) and (value.dim() > 0 or key not in SCALARS)
+    """Whether state of a whole parameter is cut as the parameter is."""
+    own = isinstance(value, Tensor) and tuple(value.shape) == shape_of(key, shape)
+    return own and (value.dim() > 0 or key not in SCALARS)
 
 
 def copied(value: Any) -> Any:
@@ -47,7 +68,7 @@ class StateHomes:
     def slice_for(self, entry: Slice, key: str, dtype: torch.dtype) -> Tensor:
         """1-D, the elements of the parameter that are here: what to write its state to. Any content."""
         with untracked():
-            return torch.empty(entry.place.numel, dtype=dtype, device=entry.device)
+            return torch.empty(extent(key, entry.place.numel), dtype=dtype, device=entry.device)
 
     def put(self, entry: Slice, key: str, value: Tensor) -> Tensor:
         """Bring a slice of state that was loaded where it belongs; itself if it is there already."""
@@ -71,9 +92,9 @@ class StateHomes:
         return adopted
 
     def _cut(self, entry: Slice, key: str, value: Tensor) -> Tensor:
-        place, numel = self.slice_for(entry, key, value.dtype), entry.place.numel
+        place = self.slice_for(entry, key, value.dtype)
         if value.numel() <= 1 or any(value.stride()):
-            place.copy_(value.detach().reshape(-1).narrow(0, entry.start if numel else 0, numel))
+            place.copy_(entry.of(value, grain(key)))
         else:  # one element stands for all
             place.fill_(value[(0,) * value.dim()].item())
         return place

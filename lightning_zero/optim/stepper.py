@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero._torch import bare_step, untracked
-from lightning_zero.optim.state import Kind, StateHomes, copied, covers
-from lightning_zero.shards.slice import Slice
+from lightning_zero.optim.state import Kind, StateHomes, copied, covers, extent
+from lightning_zero.shards.slice import Slice, shard_parameter
 
 __all__ = ["RANGE_NUMEL", "Member", "Memory", "Range", "RangeStep", "Stepper", "Steps", "members_of"]
 
@@ -109,14 +109,14 @@ class Memory:
         found = self._made.get((part.member.parameter, kind))
         if found is None:
             value = self._optimizer.state.get(part.member.parameter, {}).get(kind.key)
-            found = value if covers(value, part.member.numel) and value.dtype == kind.dtype else None
-        return None if found is None else found.narrow(0, part.start, part.numel)
+            found = value if covers(kind.key, value, part.member.numel) and value.dtype == kind.dtype else None
+        return None if found is None else found.narrow(0, extent(kind.key, part.start), extent(kind.key, part.numel))
 
     def keep(self, part: Range, kind: Kind, values: Tensor) -> None:
         """Allocate a tensor of state for the whole parameter, and write the range's elements."""
-        made = torch.empty(part.member.numel, dtype=kind.dtype, device=values.device)
+        made = torch.empty(extent(kind.key, part.member.numel), dtype=kind.dtype, device=values.device)
         self._made[part.member.parameter, kind] = made
-        made.narrow(0, part.start, part.numel).copy_(values)
+        made.narrow(0, extent(kind.key, part.start), values.numel()).copy_(values)
 
     def whole(self, member: Member, kind: Kind, former: Any) -> Tensor:
         """A whole parameter's state after the step; it was ``former`` before, or ``None``."""
@@ -179,11 +179,11 @@ class RangeStep:
     def _take(self, part: Range, memory: Memory) -> tuple[nn.Parameter, Tensor]:
         """The stand-in for a range, with gradient and state, and the memory that it shows."""
         member, master = part.member, memory.master(part)
-        parameter, gradient = nn.Parameter(master), member.parameter.grad
+        parameter, gradient = shard_parameter(master, member.entry.spec.numel), member.parameter.grad
         parameter.grad = None if gradient is None else gradient.detach().narrow(0, part.start, part.numel)
         state: dict[str, Any] = {}
         for key, value in self._optimizer.state.get(member.parameter, {}).items():
-            view = memory.state(part, Kind(key, value.dtype)) if covers(value, member.numel) else None
+            view = memory.state(part, Kind(key, value.dtype)) if covers(key, value, member.numel) else None
             state[key] = copied(value) if view is None else view
         if state:
             self._optimizer.state[parameter] = state
@@ -196,7 +196,7 @@ class RangeStep:
         _, changed = self._changed.setdefault(part.member.parameter, (part.member, {}))
         for key, value in self._optimizer.state.get(parameter, {}).items():
             changed[key] = value
-            if covers(value, part.numel):
+            if covers(key, value, part.numel):
                 kind = changed[key] = Kind(key, value.dtype)
                 place = memory.state(part, kind)
                 if place is None:

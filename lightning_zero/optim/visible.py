@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from copy import deepcopy
 from typing import Any, NoReturn
 
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.errors import ParameterAccessError, UnsupportedOptimizerError
-from lightning_zero.optim.state import copied, covers
+from lightning_zero.optim.state import copied, covers, shape_of
 from lightning_zero.shards.sharded import ShardedTensor, Source
 from lightning_zero.shards.slice import Slice, fingerprint
 
@@ -45,9 +45,9 @@ class ParameterState(dict[str, Any]):
         """Show the state of one parameter."""
         found = cls(state)
         for key, value in state.items():
-            if covers(value, entry.place.numel):
+            if covers(key, value, entry.place.numel):
                 source = Source(f"optimizer state '{key}' of '{entry.name}'", _ADVICE, place=entry)
-                shown = ShardedTensor(value, entry.user.shape, source, entry.user.device)
+                shown = ShardedTensor(value, Size(shape_of(key, entry.user.shape)), source, entry.user.device)
                 dict.__setitem__(found, key, shown)
         found.name = entry.name
         return found

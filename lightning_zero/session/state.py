@@ -9,6 +9,7 @@ import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from itertools import chain
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from lightning_zero.engine.full import whole
 from lightning_zero.errors import CheckpointError, ZeroError, some
 from lightning_zero.offload import in_memory
 from lightning_zero.optim.sharded import ShardedOptimizer
-from lightning_zero.optim.state import copied
+from lightning_zero.optim.state import copied, extent, grain, shape_of
 from lightning_zero.optim.whole import WholeState
 from lightning_zero.plan.layout import ParameterSpec, Part
 from lightning_zero.registry import extension, installed
@@ -342,7 +343,8 @@ class OptimizerState:
                     f"`del optimizer.state[parameter]`."
                 )
             shard = entries[name]
-            wrapped = {key: flat_shard(part, shard.spec, shard.start) for key, part in parts.slices.items()}
+            specs = {key: replace(shard.spec, shape=shape_of(key, shard.spec.shape)) for key in parts.slices}
+            wrapped = {k: flat_shard(part, specs[k], extent(k, shard.start)) for k, part in parts.slices.items()}
             state[self._names[entries[name]]] = {**parts.values, **wrapped}
         groups = [
             {**{k: v for k, v in group.items() if k != "params"}, "params": [self._names[entry] for entry in members]}
@@ -370,7 +372,7 @@ class OptimizerState:
             entry = entries.get(rename(key))
             shape = () if entry is None else entry.spec.whole_shape
             shapes = {k: tuple(v.shape) for k, v in values.items() if isinstance(v, Tensor) and v.dim()}
-            wrong = [k for k in shapes if self._optimizer.rule == "elementwise" and shapes[k] != shape]
+            wrong = [k for k in shapes if self._optimizer.rule == "elementwise" and shapes[k] != shape_of(k, shape)]
             if entry is not None and wrong:
                 why = f"{wrong[0]} of shape {shapes[wrong[0]]}, the parameter has {shape}"
                 unfit.append(f"'{rename(key)}' ({why})")
@@ -449,11 +451,11 @@ class OptimizerState:
                 into.values[key] = tree_map_only(Tensor, lambda part: copied(_read(part)).to(data.device), value)
                 continue
             value = local_part(value, entry.spec.part)
-            as_weight = key != "step" and isinstance(weight, Tensor) and value.dtype == weight.dtype
+            as_weight = key != "step" and grain(key) == 1 and isinstance(weight, Tensor) and value.dtype == weight.dtype
             dtype = data.dtype if as_weight and value.is_floating_point() else value.dtype
             if self._optimizer.slices_state(entry, key, value.shape):
                 into.slices[key] = self._optimizer.homes.slice_for(entry, key, dtype)
-                slices.append((value, entry.start, into.slices[key]))
+                slices.append((value, extent(key, entry.start), into.slices[key]))
             else:
                 loaded = value.read() if isinstance(value, StoredTensor) else copied(value)
                 # As torch's own loading does: step counters live on the host unless the optimizer's kernels read them.
@@ -483,8 +485,8 @@ def cut_anew(state: Mapping[str, WholeState], former: ZeroEngine, engine: ZeroEn
             pieces = {
                 entry: piece for entry in entries if (piece := state[entry.name].slices.pop(key, None)) is not None
             }
-            for user, tensor in whole(engine, pieces, f"'{key}' of an optimizer").items():
-                found[new[user].name].slices[key] = new[user].of(tensor).to(new[user].device, copy=True)
+            for user, tensor in whole(engine, pieces, f"'{key}' of an optimizer", grain(key)).items():
+                found[new[user].name].slices[key] = new[user].of(tensor, grain(key)).to(new[user].device, copy=True)
     return found
 
 

@@ -86,7 +86,7 @@ class Slice:
     @cached_property
     def target(self) -> nn.Parameter:
         """1-D: what an optimizer steps on, also where the parameter is frozen."""
-        return shard_parameter(self.data, trainable=False) if self.parameter is None else self.parameter
+        return self.parameter if self.parameter is not None else shard_parameter(self.data, self.spec.numel, False)
 
     @property
     def cut(self) -> tuple[Any, ...]:
@@ -98,9 +98,9 @@ class Slice:
         places = [self.layout.slice_of(self.position, rank) for rank in range(world_size)]
         return [(place.parameter_start, place.numel) for place in places]
 
-    def of(self, whole: Tensor) -> Tensor:
-        """1-D: the elements that are here of another tensor of the parameter's shape."""
-        return flat_range(whole.detach(), self.start, self.data.numel())
+    def of(self, whole: Tensor, grain: int = 1) -> Tensor:
+        """1-D: the elements that are here of another tensor, which has one for each ``grain`` of the parameter's."""
+        return flat_range(whole.detach(), -(-self.start // grain), -(-self.data.numel() // grain))
 
     def part_of(self, whole: Tensor) -> Tensor:
         """Of a tensor of the whole shape what is of this rank's parameter, where tensor parallelism has split it."""
@@ -165,8 +165,8 @@ class FlatParameters:
         self._sizes, self._places = _tiles(self.slices, layout.shard_numel)
         self.shards = tuple(
             [
-                Slice(self, at, data, shard_parameter(data) if layout.trainable else None)
-                for at, data in enumerate(self.cut(master))
+                Slice(self, at, data, shard_parameter(data, spec.numel) if layout.trainable else None)
+                for at, (data, spec) in enumerate(zip(self.cut(master), layout.parameters, strict=True))
             ]
         )
 
@@ -235,14 +235,16 @@ class Placeholders:
         return view
 
 
-def shard_parameter(data: Tensor, trainable: bool = True) -> nn.Parameter:
+def shard_parameter(data: Tensor, whole_numel: int, trainable: bool = True) -> nn.Parameter:
     """What an optimizer knows a part of a master by. Where that has no memory something stands in, which reads as NaN
-    and refuses writes."""
+    and refuses writes. Its ``whole_numel`` are the elements of the whole parameter, for optimizers that go by them."""
     with torch.inference_mode(False):
         data = data.detach()
         if isinstance(data, OffloadedTensor):
             data = Placeholders().like(data, data.device)
-        return nn.Parameter(data, requires_grad=trainable)
+        parameter: Any = nn.Parameter(data, requires_grad=trainable)
+        parameter.whole_numel = whole_numel
+        return parameter  # type: ignore[no-any-return]
 
 
 _SUM_NUMEL = 2**18  # what is summed together, a multiple of 8; this takes at most 6 MiB for it

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.engine import engine_of
-from lightning_zero.engine.full import gather_layout
-from lightning_zero.optim.whole import WholeState
+from lightning_zero.engine.full import whole
+from lightning_zero.optim.state import grain
 from tests.helpers.cases import Block
 from tests.helpers.runs import batches, values_of
 from tests.helpers.training import make_trainer
@@ -170,23 +170,11 @@ def _sharded_states(module: pl.LightningModule, strategy: ZeroStrategy) -> Itera
     engine = engine_of(module)
     assert engine is not None
     for index, optimizer in enumerate(strategy.optimizers):
-        states = strategy.adapter(optimizer).named_state()
-        for flat in (flat for unit in engine.units for flat in unit.flats):
-            specs, offsets = flat.layout.parameters, flat.layout.offsets
-            sliced: dict[str, Tensor] = {}
-            for spec, place in zip(specs, flat.slices, strict=True):
-                state = states.get(spec.name, WholeState())
-                for key, value in state.values.items():
-                    yield f"{index} {spec.name} {key}", value
-                for key, piece in state.slices.items():
-                    shard = sliced.setdefault(key, torch.zeros(flat.layout.shard_numel, dtype=piece.dtype))
-                    shard.narrow(0, place.shard_start, place.numel).copy_(piece)
-            for key, shard in sliced.items():
-                full = gather_layout(engine, flat, shard, key)
-                for spec, offset in zip(specs, offsets, strict=True):
-                    if key in states.get(spec.name, WholeState()).slices:
-                        part = full.narrow(0, offset if spec.numel else 0, spec.numel)
-                        yield f"{index} {spec.name} {key}", part.view(spec.shape).clone()
+        for name, state in strategy.adapter(optimizer).named_state().items():
+            shard = engine.shards[name]
+            yield from ((f"{index} {name} {key}", value) for key, value in state.values.items())
+            for key, piece in state.slices.items():
+                yield f"{index} {name} {key}", whole(engine, {shard: piece}, key, grain(key))[shard.user]
 
 
 def _whole(value: Any) -> Any:

@@ -17,6 +17,7 @@ from lightning_zero.extensions.nvme import FileSteps
 from lightning_zero.extensions.nvme.files import FileTensor, fill_from
 from lightning_zero.extensions.nvme.store import NvmeStore
 from lightning_zero.optim.sharded import ShardedOptimizer
+from lightning_zero.optim.state import extent, is_like
 from lightning_zero.optim.stepper import Steps
 from lightning_zero.plan.layout import FlatLayout, ParameterSpec, Rest
 from lightning_zero.shards.slice import FlatParameters, Slice
@@ -252,8 +253,8 @@ class Whole:
         rows = zip(self.parameters, slices, rig.masters(), rig.state(), strict=True)
         for index, (parameter, (start, numel), master, state) in enumerate(rows):
 
-            def cut(tensor: Tensor, start: int = start, numel: int = numel) -> Tensor:
-                return tensor.detach().reshape(-1).narrow(0, start if numel else 0, numel)
+            def cut(tensor: Tensor, key: str = "", start: int = start, numel: int = numel) -> Tensor:
+                return tensor.detach().reshape(-1).narrow(0, extent(key, start) if numel else 0, extent(key, numel))
 
             if not torch.equal(cut(parameter), master):
                 found.append(f"parameter {index}")
@@ -264,8 +265,8 @@ class Whole:
             for key, value in expected.items():
                 if not isinstance(value, Tensor):
                     same = value == state[key]
-                elif value.shape == parameter.shape and key not in ("step", "eta", "mu", "mu_product"):
-                    same = torch.equal(cut(value), state[key])
+                elif is_like(key, value, parameter.shape):
+                    same = torch.equal(cut(value, key), state[key])
                 else:
                     same = torch.equal(value, state[key])
                 if not same:

@@ -159,7 +159,7 @@ def probe_state(optimizer: Optimizer, group: int, dtype: torch.dtype) -> dict[st
         twin: Optimizer = object.__new__(type(optimizer))
         vars(twin).update(vars(optimizer), state=defaultdict(dict), param_groups=[{**on_host, "params": [tiny]}])
         bare_step(twin)()
-    return {key: value.dtype for key, value in twin.state.get(tiny, {}).items() if covers(value, ALIGNMENT)}
+    return {key: value.dtype for key, value in twin.state.get(tiny, {}).items() if covers(key, value, ALIGNMENT)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,7 +294,7 @@ class FileStepper(Stepper):
         seen: dict[tuple[Any, ...], str] = {}
         for member in members:
             for key, value in self._optimizer.state.get(member.parameter, {}).items():
-                if not member.numel or not covers(value, member.numel):
+                if not member.numel or not covers(key, value, member.numel):
                     continue
                 part = self._homes.part(member.entry, Kind(key, value.dtype))
                 if not isinstance(value, FileTensor):

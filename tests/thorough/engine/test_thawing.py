@@ -5,6 +5,7 @@ DDP never averages gradients of what is frozen when it wraps the module, so what
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, EMAW
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 
-from lightning_zero import ActivationPolicy, HostOffload, NvmeOffload
+from lightning_zero import ActivationPolicy, AdamW8bit, HostOffload, NvmeOffload
 from tests.helpers.cases import WIDTH, Block
 from tests.helpers.runs import STAGES, Net, again, assert_same, batches, each_strategy, fit, made, quiet, raised, zero
 from tests.helpers.training import make_trainer
@@ -410,6 +411,7 @@ RESUMED: dict[str, tuple[Any, int, dict[str, Any], dict[str, Any]]] = {
     # What is done, the epoch at whose end it is saved, and how the module is built before and after.
     "thawed again": (again_and_more, 2, {}, {}),
     "thawed again, at owners": (again_and_more, 2, {"optimizer": torch.optim.Adafactor}, {}),
+    "thawed again, in 8 bits": (again_and_more, 2, {"optimizer": partial(AdamW8bit, min_8bit_size=100)}, {}),
     "in the second optimizer": (in_the_second, 2, {"two": True}, {}),
     "taken out": (taken_out, 3, {}, {}),
     "by turns": (by_turns, 1, {"parts": "all"}, {}),

@@ -156,6 +156,12 @@ def closures(folder: Path) -> None:
     fit("zero1", model={"optimizer": torch.optim.LBFGS})
 
 
+def eight_bit(folder: Path) -> None:
+    from lightning_zero import AdamW8bit
+
+    fit("zero1", model={"optimizer": AdamW8bit})
+
+
 def ray(folder: Path) -> None:
     from lightning_zero.ray import RayZeroStrategy
 

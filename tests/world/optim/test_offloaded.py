@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero import AdamW8bit
 from lightning_zero.config import Tier
 from lightning_zero.errors import OffloadError, UnsupportedOptimizerError
 from lightning_zero.extensions.nvme.files import FileTensor, fill_from
@@ -76,6 +77,24 @@ def test_host_and_disk_are_exact(name: str, store_of: StoreOf) -> None:
         assert rig.agreed in ([None] * 4, [None] * 5)  # on disk once more, for the room of the state
         if rig.tier is Tier.DISK:
             assert all(torch.equal(flat.weights, flat.master.read()) for flat in rig.flats)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_in_8_bits_in_ranges(dtype: torch.dtype, rig_of: RigOf) -> None:
+    """Ranges of 1024 elements on the host, none of which cuts a block; not in files."""
+
+    def make(parameters: list[nn.Parameter]) -> Optimizer:
+        return AdamW8bit(two_groups(parameters), lr=0.01)
+
+    whole, rigs = Whole(make, dtype), [Rig(make, Tier.HOST, rank, 3, dtype=dtype) for rank in range(3)]
+    for step in range(4):
+        whole.step(step)
+        for rig in rigs:
+            rig.step(step)
+    assert [whole.unlike(rig) for rig in rigs] == [[], [], []]
+    assert sum("exp_avg_codes" in state for state in whole.optimizer.state.values()) == 3
+    with pytest.raises(UnsupportedOptimizerError, match=r"AdamW8bit cannot update 'unit0\.p0', which NvmeOffload"):
+        rig_of(make, Tier.DISK)
 
 
 TIERS = [Tier.HOST, Tier.DISK]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_zero import AdamW8bit, HostOffload, full_optimizer_state
 from lightning_zero.errors import UnsupportedOptimizerError
 from tests.helpers.cases import WIDTH, Block, Case, Stack, case
 from tests.helpers.models import Gain, OddSizes
@@ -249,6 +250,78 @@ def test_whole_matrix_optimizers_on_three_ranks() -> None:
         }
 
     for found in run_world(3, run):
+        assert not any(found.values()), found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# State in 8 bits
+
+
+def eight_bit(module: nn.Module) -> Optimizer:
+    """State in blocks of what has two of them or more, in full of the rest."""
+    return AdamW8bit(two_groups(module), lr=0.01, min_8bit_size=65)
+
+
+EIGHT_BIT: dict[str, dict[str, Any]] = {
+    **{f"stage {stage}": {"stage": stage} for stage in (1, 2, 3)},
+    "stage 2 offloaded": {"stage": 2, "offload": HostOffload()},
+    "stage 3 offloaded": {"stage": 3, "offload": HostOffload(parameters=True)},
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_state_in_8_bits_is_that_of_whole_parameters(world_size: int) -> None:
+    """Codes and scales are compared too: what a step has rounded is what the next one begins with."""
+
+    def run(rank: int) -> dict[str, list[str]]:
+        made: list[tuple[nn.Module, Optimizer]] = []
+
+        def kept(module: nn.Module) -> Optimizer:
+            made.append((module, eight_bit(module)))
+            return made[-1][1]
+
+        found, expected, cuts = {}, reference(ODD, kept), set[int]()
+        module, optimizer = made[0]
+        states = {
+            f"{name} {key}": value
+            for name, parameter in module.named_parameters()
+            for key, value in optimizer.state.get(parameter, {}).items()
+        }
+        assert sum(name.endswith("exp_avg_codes") for name in states) == 6
+        assert sum(name.endswith("exp_avg") for name in states) > 6
+        for way, options in EIGHT_BIT.items():
+            probe = Probe(ODD, eight_bit)
+            trainer = fit(probe, micro_steps=STEPS, **options)
+            shards = trainer.strategy.engine.shards.values()
+            cuts |= {entry.start for entry in shards if 0 < entry.place.numel < entry.spec.numel}
+            found[way] = unlike(expected, masters(probe))
+            found[way] += unlike(states, {name: full_optimizer_state(probe, *name.split()) for name in states})
+        assert rank == 0 or any(cuts), "state of what is not cut is easily right"
+        return found
+
+    for found in run_world(world_size, run, timeout=200):
+        assert not any(found.values()), found
+
+
+def test_state_in_8_bits_with_clipping_accumulation_and_precision() -> None:
+    """As DDP does with the same class, where other optimizers are; else alike in all stages."""
+
+    def run(rank: int) -> dict[str, list[str]]:
+        expected = train_ddp(ODD, eight_bit, 4, 2)
+        options = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
+        probe = Probe(ODD, eight_bit)
+        fit(probe, stage=1, micro_steps=8, options=options)
+        found = {"accumulated and clipped": unlike(expected, masters(probe))}
+        for precision in ("bf16-mixed", "bf16-true"):
+            ends = []
+            for way in ({"stage": 1}, {"stage": 3}, {"stage": 3, "offload": HostOffload()}):
+                probe = Probe(ODD, eight_bit)
+                fit(probe, micro_steps=STEPS, options={"precision": precision}, **way)
+                ends.append(masters(probe))
+            found[precision] = unlike(ends[0], ends[1]) + unlike(ends[0], ends[2])
+        return found
+
+    for found in run_world(2, run):
         assert not any(found.values()), found
 
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from lightning_zero import CheckpointPolicy
+from lightning_zero import AdamW8bit, CheckpointPolicy, HostOffload
 from tests.helpers.resumed import Everything, run
 from tests.helpers.runs import STAGES, _differences, batches, quiet, silent, zero
 from tests.helpers.training import make_trainer
@@ -49,24 +49,35 @@ def fsdp2() -> ModelParallelStrategy:
     return ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
 
 
-def compare(expected: list[dict[str, Any]], result: dict[str, Any], rank: int, at: str) -> list[str]:
+def compare(
+    expected: list[dict[str, Any]], result: dict[str, Any], rank: int, at: str, bound: float = BOUND
+) -> list[str]:
     """The restored state bitwise; what follows bitwise at the same world size, within rounding at others."""
     same = dist.get_world_size() == len(expected)
     wrong = _differences(expected[0]["at"], result["at"], 0.0, f"{at}: restored")
     if same:
         wrong += _differences(expected[rank]["losses"], result["losses"], 0.0, f"{at}: losses")
-    return wrong + _differences(expected[0]["end"], result["end"], 0.0 if same else BOUND, f"{at}: at the end")
+    return wrong + _differences(expected[0]["end"], result["end"], 0.0 if same else bound, f"{at}: at the end")
 
 
-def resume_everywhere(path: Path, expected: list[dict[str, Any]], worlds: tuple[int, ...] = (1, 2, 3)) -> None:
+class EightBit(Portable):
+    """State of matrices in blocks of 8-bit codes, each block with a scale; of the rest in full."""
+
+    def configure_optimizers(self) -> Any:
+        return AdamW8bit(self.groups(), lr=0.01, min_8bit_size=100)
+
+
+def resume_everywhere(
+    path: Path, expected: list[dict[str, Any]], worlds: tuple[int, ...] = (1, 2, 3), make: type[Portable] = Portable
+) -> None:
     """Resume under every stage at some worlds, and compare."""
 
     def resume(rank: int) -> list[str]:
         wrong = []
         for name, stage in STAGES.items():
             with quiet():
-                result = run(zero(stage), Portable(seed=5), resume=path, keeper=False)
-            wrong += compare(expected, result, rank, name)
+                result = run(zero(stage), make(seed=5), resume=path, keeper=False)
+            wrong += compare(expected, result, rank, name, BOUNDS[make])
         return wrong
 
     for world in worlds:
@@ -74,12 +85,17 @@ def resume_everywhere(path: Path, expected: list[dict[str, Any]], worlds: tuple[
             assert not wrong, f"world {world}: " + "\n".join(wrong[:10])
 
 
-def save_under(strategy: Callable[[], Any], path: Path, world: int = 2) -> list[dict[str, Any]]:
+BOUNDS = {Portable: BOUND, EightBit: 1e-2}  # a sum that rounds otherwise may have the next code
+
+
+def save_under(
+    strategy: Callable[[], Any], path: Path, world: int = 2, make: type[Portable] = Portable
+) -> list[dict[str, Any]]:
     """A run that saves in mid-epoch, by rank."""
 
     def save(rank: int) -> dict[str, Any]:
         with quiet():
-            return run(strategy(), Portable(), save=path, keeper=False)
+            return run(strategy(), make(), save=path, keeper=False)
 
     return run_world(world, save)
 
@@ -196,6 +212,27 @@ def test_our_consolidated_file_goes_on_elsewhere(kind: str, tmp_path: Path) -> N
 
     for wrong in run_world(world, resume):
         assert not wrong, "\n".join(wrong[:10])
+
+
+def test_state_in_8_bits_goes_from_any_world_stage_and_file_to_any_other(tmp_path: Path) -> None:
+    """Codes and scales bit for bit: of DDP's file here, of our directory here, of our file under DDP and alone."""
+    theirs = save_under(DDPStrategy, tmp_path / "ddp.ckpt", make=EightBit)
+    resume_everywhere(tmp_path / "ddp.ckpt", theirs, (2, 3), EightBit)
+    keys = {name.rsplit(" ", 1)[1] for name in theirs[0]["at"]["states"]}
+    assert keys >= {"exp_avg", "exp_avg_codes", "exp_avg_scales", "exp_avg_sq_codes", "exp_avg_sq_scales"}
+    ours = save_under(lambda: zero(3, offload=HostOffload()), tmp_path / "ours", 3, EightBit)
+    resume_everywhere(tmp_path / "ours", ours, (1, 2, 3), EightBit)
+    file = CheckpointPolicy(format="consolidated")
+    whole = save_under(lambda: zero(2, checkpoint=file), tmp_path / "whole.ckpt", 2, EightBit)
+
+    def resume(rank: int, strategy: Any) -> list[str]:
+        with quiet():
+            result = run(strategy(), EightBit(seed=5), resume=tmp_path / "whole.ckpt", keeper=False)
+        return compare(whole, result, rank, "elsewhere", BOUNDS[EightBit])
+
+    for strategy, world in ((DDPStrategy, 2), ((lambda: "auto"), 1)):
+        for wrong in run_world(world, resume, strategy):
+            assert not wrong, "\n".join(wrong[:10])
 
 
 @pytest.mark.parametrize("reader", ["dcp_to_torch_save", "fabric"])
