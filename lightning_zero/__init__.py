@@ -125,8 +125,9 @@ __all__ = [
 
 
 def register_strategies() -> None:
-    """Register ``zero1``, ``zero2``, ``zero3`` and their ``_offload`` variants with Trainer and Fabric.
+    """Register ``zero``, ``zero1``, ``zero2``, ``zero3`` and the ``_offload`` variants with Trainer and Fabric.
 
+    ``zero`` takes the first of them that fits when a fit begins.
     ``_offload`` keeps the optimizer in host memory, ``zero3_offload`` the parameters too, and ``zero3_offload_nvme``
     both in files in ``/local_nvme``, as ``deepspeed_stage_3_offload_nvme`` does. ``zero_3`` and ``zero3-offload`` are
     aliases. A name that is already registered is not replaced. On command lines and in configurations each name is
@@ -142,12 +143,14 @@ def register_strategies() -> None:
         description = f"ZeRO stage {stage}: shards {what}"
         _register(f"zero{stage}", description, stage)
         _register(f"zero{stage}_offload", f"{description}; keeps it in host memory", stage, offload)
+    _register("zero", "The first ZeRO stage that fits, with offload if none does without", "auto")
     in_files = NvmeOffload("/local_nvme", parameters=True)  # the default of Lightning's DeepSpeedStrategy
     _register(f"zero{stage}_offload_nvme", f"{description}; keeps it in files", stage, in_files)
 
 
 def _register(name: str, description: str, stage: Any, default: Offload | None = None) -> None:
-    for spelling in (name, name.replace("zero", "zero_"), name.replace("zero", "zero-"), name.replace("_", "-")):
+    spellings = (name, name.replace("zero", "zero_"), name.replace("zero", "zero-"), name.replace("_", "-"))
+    for spelling in spellings if name != "zero" else [name]:
         if spelling.isidentifier() and spelling not in StrategyRegistry and spelling not in globals():
             globals()[spelling] = _class_with_arguments(spelling, stage, default)
         for registry, strategy in ((StrategyRegistry, ZeroStrategy), (STRATEGY_REGISTRY, ZeroFabricStrategy)):

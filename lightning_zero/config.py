@@ -57,7 +57,7 @@ ShardWithin = Literal["node"] | int | None
 MeshSize = Literal["auto"] | int
 RoundedFormat = Literal["bfloat16", "int8", "int4"]
 # What users may write; the functions at the end of this file turn it into what the package works with.
-StageLike = Literal[1, 2, 3, "1", "2", "3"]
+StageLike = Literal[1, 2, 3, "1", "2", "3", "auto"]
 UnitsLike = str | type | Sequence[str | type] | Set[str | type]
 TimeoutLike = timedelta | float | None
 
@@ -553,6 +553,7 @@ class SessionSettings:
     broadcast_buffers: bool = True
     tensor_parallel_size: MeshSize | None = None
     data_parallel_size: MeshSize = "auto"
+    automatic: bool = False  # the placement, and whether to offload, are chosen when the module is sharded
 
     def __post_init__(self) -> None:
         validate_bucket_mib(self.bucket_mib)
@@ -590,6 +591,8 @@ class SessionSettings:
             )
         if self.secondary_shards and not self.placement.shards_parameters:
             raise ValueError("secondary_shards is for stage 3: in stages 1 and 2 weights are gathered once a step.")
+        if self.automatic and self.secondary_shards:
+            raise ValueError("secondary_shards is for stage 3, and stage='auto' may take another: give stage=3.")
         if self.secondary_shards and within:
             raise ValueError("shard_within keeps all shards within groups: leave secondary_shards out, or the other.")
         asked = {
@@ -597,6 +600,7 @@ class SessionSettings:
             "compression": compression,
             "hops": self.secondary_shards,
             "tensor_parallel": self.tensor_parallel_size is not None,
+            "planner": self.automatic,
         }
         for name, needed in asked.items():
             if needed:
@@ -605,4 +609,5 @@ class SessionSettings:
     @classmethod
     def from_user(cls, stage: StageLike, **settings: Any) -> SessionSettings:
         """The settings of a strategy, with a stage in the place of ``placement``."""
-        return cls(placement=Placement.from_stage(stage), **settings)
+        automatic = stage == "auto"  # until it is chosen, that of stage 3 says what may be sharded
+        return cls(placement=Placement.from_stage(3 if automatic else stage), automatic=automatic, **settings)

@@ -28,7 +28,7 @@ EXTENSIONS = {
     "monitors": "`MemoryMonitor` and `CommunicationMonitor`",
     "nvme": "offload to files (`NvmeOffload`)",
     "partitioned_activations": "activations split over a tensor-parallel group (`ActivationPolicy(partition=True)`)",
-    "planner": "`lightning-zero plan`, `estimate_memory` and `measure_activations`",
+    "planner": '`lightning-zero plan`, `estimate_memory`, `measure_activations` and `strategy="zero"`',
     "random_state": "random states in checkpoints",
     "ray": "`lightning_zero.ray`",
     "shared_memory": "communication through the shared memory of a host's processes",

@@ -131,12 +131,14 @@ class ZeroSession:
         is_running: Callable[[nn.Module], bool] = lambda module: False,
         cast: bool = True,
         stored: Collection[str] = (),
+        activations: Callable[[], tuple[int, str]] = lambda: (0, "Activations are not known."),
     ) -> None:
         """Lay the module out over the ranks, with rank 0's values, or with the weights that the settings name.
 
         ``is_running``: whether somebody trains a module now. ``cast``: whether it gets the precision's dtypes.
-        ``stored``: names of tensors that the caller reads next, which need not be initialised. ``ParameterAccessError``
-        for a part of a module that is running, or whose values have gone. Collective: every rank.
+        ``stored``: names of tensors that the caller reads next, which need not be initialised. ``activations``: their
+        bytes, or why they are not known, for a stage that is chosen here. ``ParameterAccessError`` for a part of a
+        module that is running, or whose values have gone. Collective: every rank.
         """
         self._dtypes = dtypes = dtypes or Dtypes()
         existing, torn = _own_engine(module, is_running), False
@@ -145,7 +147,7 @@ class ZeroSession:
             settings = self.settings
             exchange = Exchange(settings.compression, settings.secondary_shards)
             had = (existing.device, existing.plan.offload, existing.collectives.asked)
-            fits = had == (self.device, settings.offload, exchange)
+            fits = had == (self.device, settings.offload, exchange) and not settings.automatic
             fits = fits and not dtypes.would_cast(module) and existing.names.keys() >= {*module.parameters()}
             plan = self._plan(convert(module), dtypes, existing.collectives) if fits else None
             if plan is not None and plan.fingerprint() == existing.plan.fingerprint():
@@ -159,6 +161,9 @@ class ZeroSession:
         convert(module)
         control, streams = self.groups.control, Streams(self.device, self.groups.one_order)
         collectives = self.wire(self.groups, streams, self.device)
+        if self.settings.automatic:
+            plan_of = partial(self._plan, module, dtypes, collectives)
+            self.settings = extension("planner").choose_stage(self, module, plan_of, collectives.receives, activations)
         plan = self._plan(module, dtypes, collectives)
         check_memory(module, self.device)
         tiers = make_tiers(self.settings.offload, plan, control, self.device, streams, self.local_rank)
@@ -181,8 +186,10 @@ class ZeroSession:
             )
         values.check(control, stored)
 
-    def _plan(self, module: nn.Module, dtypes: Dtypes, collectives: Collectives) -> Plan:
-        settings = self.settings
+    def _plan(
+        self, module: nn.Module, dtypes: Dtypes, collectives: Collectives, settings: SessionSettings | None = None
+    ) -> Plan:
+        settings = settings or self.settings
         plan = build_plan(
             module,
             placement=collectives.placed(replace(settings.placement, span=self.groups.span)),

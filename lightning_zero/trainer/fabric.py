@@ -102,7 +102,7 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
     ``load``.
 
     Args:
-        stage: 1 shards optimizer state, 2 also gradients, 3 also parameters.
+        stage: 1 shards optimizer state, 2 also gradients, 3 also parameters; ``"auto"``: 3, with offload if need be.
         accelerator, parallel_devices, cluster_environment: as for every strategy of Fabric.
         precision: ``ZeroPrecision``, or one of Fabric's plugins, which is converted.
         process_group_backend: ``gloo``, ``nccl``, ...; ``None`` chooses by device.
@@ -199,6 +199,7 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         session.check_trainer = self._refuse_other_strategies
         self._localise(module)
         session.shard(module, self.precision)
+        self.settings = session.settings  # with a stage that was chosen
         session.checkpoints.begin(training=True)
         with without_swaps():
             module.to(self.root_device)  # what is neither a parameter nor a buffer of the engine (metric states)

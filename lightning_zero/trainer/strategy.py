@@ -80,7 +80,8 @@ class ZeroStrategy(Processes, ParallelStrategy):
     """ZeRO for an ordinary LightningModule: ``Trainer(strategy="zero3")``.
 
     Args:
-        stage: 1 shards optimizer state, 2 also gradients, 3 also parameters.
+        stage: 1 shards optimizer state, 2 also gradients, 3 also parameters. ``"auto"``, as ``strategy="zero"``: the
+            first of these that fits by its plan, then with offload to the host, or to files if ``offload`` names them.
         units: classes of the modules whose parameters are gathered together (stage 3), or their names, for example
             ``["TransformerBlock"]``; ``None`` finds them automatically.
         shard_within: shard within groups of ranks (HSDP, MiCS): ``"node"`` or a number of consecutive ranks; ``None``:
@@ -266,10 +267,19 @@ class ZeroStrategy(Processes, ParallelStrategy):
         if fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self._module)
         session = self._begin_session()
+        session.settings = self.settings
         session.check_trainer = partial(refuse_other_strategies, ZeroStrategy)
         session.before_thaw = self._refuse_averages
         self._localise(self._module)
-        session.shard(self._module, self.precision_plugin, is_running, stored=stored)
+        session.shard(
+            self._module,
+            self.precision_plugin,
+            is_running,
+            stored=stored,
+            activations=lambda: extension("planner").activations_of(trainer, self),
+        )
+        if fitting:
+            self.settings = session.settings  # a stage that was chosen stays
         self.checkpoints.begin(training=fitting)
         if self._absent:
             average_slices(callbacks, self.session, self._module, self._replaced)

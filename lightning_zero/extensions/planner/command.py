@@ -349,7 +349,8 @@ def plan_settings(config: Namespace) -> tuple[dict[str, Any], dict[str, Any], Se
             f"trainer.strategy has tensor_parallel_size={tensor!r}, and the plan of a module does not divide its "
             "layers: estimate a number of parameters, `estimate_memory(numel, tensor_parallel_size=...)` in Python."
         )
-    settings["placement"] = placement = Placement.from_stage(settings.pop("stage"))
+    stage = settings.pop("stage")  # one that is chosen at set-up shows as the last
+    settings["placement"] = placement = Placement.from_stage(3 if stage == "auto" else stage)
     settings["offload"] = _offload(config["offload"], settings.get("offload"), placement)
     for found, name, kind in ((exchange, "compression", Compression), (settings, "activations", ActivationPolicy)):
         if isinstance(chosen := found.get(name), Namespace):

@@ -1,0 +1,287 @@
+"""The stage that a run takes by itself (``strategy="zero"``): the first one that fits, by its plan.
+
+[Note: what fits]
+What a rank's plan needs at its peak, with the activations of a training step, may take nine tenths of what is free on
+the rank that has least: of its device, and of its share of the host for what is offloaded (for all of it on a CPU).
+The module itself counts as free where it is, as its parameters become what the plan counts. Between runs free memory
+may differ, and so may the stage: numbers do not depend on it.
+
+[Note: a batch beside the training]
+Activations are measured with the first samples of the training data in their order. No sampler is asked, and data that
+are read in workers are read by another worker, so that the training gets what it gets without this. What has a state in
+this process, an ``IterableDataset`` without workers, is not read, and activations are not known then.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_zero._torch import tree_map_only
+from lightning_zero.config import HostOffload, NvmeOffload, Offload, Placement, SessionSettings
+from lightning_zero.errors import readable_size, table
+from lightning_zero.extensions.planner.costs import ADAM, StageMemory, stage_memory
+from lightning_zero.extensions.planner.estimate import fullest_rank
+from lightning_zero.extensions.planner.measure import measure_activations
+from lightning_zero.plan.plan import Plan
+from lightning_zero.session.session import ZeroSession
+
+__all__ = ["activations_of", "choose_stage", "free_host_memory"]
+
+ROOM = 0.9
+"""Of free memory what a plan may take: libraries, data and the allocator's gaps take some, too."""
+
+_CGROUPS, _PROC = Path("/sys/fs/cgroup"), Path("/proc")
+_NO_LIMIT = 2**60  # more is how cgroups say that there is none
+
+
+def choose_stage(
+    session: ZeroSession,
+    module: nn.Module,
+    plan_of: Callable[[SessionSettings], Plan],
+    receive_buffer: bool,
+    activations: Callable[[], tuple[int, str]],
+) -> SessionSettings:
+    """The settings of the first stage that fits, without offload if one does; see [Note: what fits].
+
+    Where activations are not known it is stage 3, which leaves most room for them, if that fits.
+
+    Args:
+        session: whose ``settings`` say all but the stage; their ``offload`` how to offload, and where to.
+        module: not sharded yet.
+        plan_of: its plan with such settings.
+        receive_buffer: as for ``estimate_memory``.
+        activations: their bytes, and why they are not known if they are not.
+
+    Raises:
+        ValueError: on every rank, if nothing fits.
+
+    Collective: every rank.
+    """
+    settings, device = session.settings, session.device
+
+    def ask() -> tuple[int, int, tuple[int, str]]:
+        host = free_host_memory(session.local_ranks) + _held(module, "cpu")
+        there = host if device.type == "cpu" else _free(device) + _held(module, device.type)
+        return there, host, activations()
+
+    rows = session.groups.control.together("measure what a training step needs", ask, ValueError)
+    room, host = int(ROOM * min(there for there, _, _ in rows)), int(ROOM * min(host for _, host, _ in rows))
+    needed, unknown = max(nbytes for *_, (nbytes, _) in rows), next((why for *_, (_, why) in rows if why), "")
+    found: dict[str, tuple[SessionSettings, StageMemory]] = {}
+    chosen = None
+    for name, placement, offload in _candidates(settings.offload, only=3 if unknown else None):
+        there = replace(settings, placement=placement, offload=offload, automatic=False)
+        plan = plan_of(there)
+        rank, accelerator = fullest_rank(plan, whole=False), device.type != "cpu"
+        wire = {"receive_buffer": receive_buffer}
+        memory = stage_memory(plan, name, rank, ADAM, accelerator=accelerator, activations=needed, **wire)
+        found[name] = there, memory
+        device_nbytes, host_nbytes = memory.peak.total, memory.host.total
+        if device.type == "cpu":
+            device_nbytes, host_nbytes = device_nbytes + host_nbytes, 0
+        if device_nbytes <= room and host_nbytes <= host:
+            chosen = name
+            break
+    memories = {name: memory for name, (_, memory) in found.items()}
+    if chosen is None:
+        raise ValueError(_nothing_fits(memories, device, room, host, needed, unknown))
+    rank_zero_info(_said(chosen, memories, device, room, host, needed, unknown))
+    return found[chosen][0]
+
+
+def _candidates(offload: Offload | None, only: int | None) -> Iterator[tuple[str, Placement, Offload | None]]:
+    """Names, placements and offload, from what changes least to what takes most time. ``only``: one stage."""
+    stages = [only] if only else [1, 2, 3]
+    on_host = offload if isinstance(offload, HostOffload) else HostOffload()
+    ways: list[tuple[str, Offload | None]] = [("", None), ("_offload", on_host)]
+    ways += [("_offload_nvme", offload)] if isinstance(offload, NvmeOffload) else []
+    for suffix, way in ways:
+        for stage in stages:
+            placement = Placement.from_stage(stage)
+            policy = way and replace(way, parameters=placement.shards_parameters, optimizer=True)
+            yield f"zero{stage}{suffix}", placement, policy
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+def _free(device: torch.device) -> int:
+    """Bytes that this process can still get of an accelerator, with what torch's allocator has and does not use."""
+    module = torch.get_device_module(device)
+    free, _ = module.mem_get_info(device)
+    return int(free) + int(module.memory_reserved(device)) - int(module.memory_allocated(device))
+
+
+def _held(module: nn.Module, kind: str) -> int:
+    """Bytes of a module's parameters on a kind of device."""
+    return sum(p.numel() * p.element_size() for p in module.parameters() if p.device.type == kind)
+
+
+def free_host_memory(ranks: int) -> int:
+    """Bytes of this host that one of so many processes can still get: what the system, each group of processes that
+    this one is in (a container, a job), and its own limits leave."""
+    shared = [_available(), *_left_in_groups()]
+    return min(min(shared) // ranks, _left_of_limits())
+
+
+def _available() -> int:
+    for line in _lines(_PROC / "meminfo"):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _left_in_groups() -> Iterator[int]:
+    """What each control group of this process leaves: version 2 of the kernel's, or 1."""
+    for line in _lines(_PROC / "self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        old = "memory" in controllers.split(",")
+        if not old and controllers:
+            continue
+        limit, usage = ("memory.limit_in_bytes", "memory.usage_in_bytes") if old else ("memory.max", "memory.current")
+        top = _CGROUPS / "memory" if old else _CGROUPS
+        inside = top / path.lstrip("/")
+        for folder in (inside, *inside.parents):
+            if not folder.is_relative_to(top):
+                break
+            numbers = [next(iter(_lines(folder / name)), "") for name in (limit, usage)]
+            if all(map(str.isdecimal, numbers)) and int(numbers[0]) < _NO_LIMIT:
+                cached = [line.split()[1] for line in _lines(folder / "memory.stat") if "inactive_file " in line]
+                yield max(0, int(numbers[0]) - int(numbers[1]) + max(map(int, cached), default=0))
+
+
+def _left_of_limits() -> int:
+    """What the limits of this process leave it."""
+    with suppress(ImportError):  # not on every system
+        import resource
+
+        sizes = dict(line.split(":") for line in _lines(_PROC / "self/status") if line.startswith("Vm"))
+        limits = [(resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")]
+        soft = [(resource.getrlimit(limit)[0], sizes[name]) for limit, name in limits if name in sizes]
+        left = [most - int(size.split()[0]) * 1024 for most, size in soft if most != resource.RLIM_INFINITY]
+        return max(0, min(left, default=_NO_LIMIT))
+    return _NO_LIMIT
+
+
+def _lines(file: Path) -> Sequence[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return ()
+
+
+# -------------------------------------------------------------------------------------------------------- activations
+
+
+def activations_of(trainer: Trainer, strategy: Any) -> tuple[int, str]:
+    """Bytes that a training step of a Trainer holds beside the plan, and why they are not known if they are not. See
+    [Note: a batch beside the training]."""
+    if trainer.state.fn != TrainerFn.FITTING:
+        return 0, "There is no training."
+    source, precision, settings = trainer.fit_loop._data_source, strategy.precision_plugin, strategy.settings  # 2.6
+    with isolate_rng():  # which puts nothing back after an error
+        try:
+            data = type(source).dataloader(source)  # not what locks the ranks' loaders
+            data = data.iterables if isinstance(data, CombinedLoader) else data
+            batch = precision.convert_input(tree_map_only(object, _batch, data))
+            with precision.tensor_init_context():
+                found = measure_activations(
+                    trainer.lightning_module,
+                    batch,
+                    param_dtype=precision.param_dtype,
+                    full_precision=precision.full_precision,
+                    autocast=precision.autocast,
+                    accelerator=strategy.root_device.type != "cpu",
+                    policy=settings.activations,
+                    units=settings.units,
+                )
+        except Exception as error:  # of the user's data, or code
+            why = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+            return 0, f"{why}." if "are not known" in why else f"Activations are not known: {why}."
+        return found.total, ""
+
+
+def _batch(loader: Any) -> Any:
+    """The first samples of a loader, collated."""
+    if not isinstance(loader, DataLoader):
+        raise ValueError(f"{type(loader).__name__} is no DataLoader, and may give each batch once")
+    data, workers = loader.dataset, loader.num_workers
+    if isinstance(data, IterableDataset) and not workers:
+        raise ValueError(f"{type(data).__name__} may give each sample once, as it is read without workers")
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    if size is None and loader.batch_sampler is not None:
+        raise ValueError(f"the size of the batches of {type(loader.batch_sampler).__name__} is not known")
+    settings: Mapping[str, Any] = {
+        "batch_size": size,
+        "collate_fn": loader.collate_fn,
+        "num_workers": min(1, workers),
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context if workers else None,
+        "timeout": loader.timeout,
+    }
+    return next(iter(DataLoader(data, **settings)))
+
+
+# -------------------------------------------------------------------------------------------------------------- words
+
+
+def _said(
+    chosen: str,
+    memories: Mapping[str, StageMemory],
+    device: torch.device,
+    room: int,
+    host: int,
+    activations: int,
+    unknown: str,
+) -> str:
+    """One line: the stage, its numbers, and those of the one before it, which did not fit."""
+    on_cpu = device.type == "cpu"
+
+    def needs(name: str) -> str:
+        memory = memories[name]
+        if on_cpu or not memory.host.total:
+            return readable_size(memory.peak.total + memory.host.total)
+        return f"{readable_size(memory.peak.total)} and {readable_size(memory.host.total)} of host memory"
+
+    said = f'strategy="zero" takes {chosen}: a rank needs {needs(chosen)} at the peak'
+    known = f" (activations: {readable_size(activations)})" if not unknown else ""
+    said += f"{known}, and may take {readable_size(room)}"
+    said += f" and {readable_size(host)} of host memory" if memories[chosen].host.total and not on_cpu else ""
+    before = list(memories)[:-1]
+    said += f"; {before[-1]} would need {needs(before[-1])}" if before else ""
+    return said + (f". Stages 1 and 2 were not tried. {unknown}" if unknown else ".")
+
+
+def _nothing_fits(
+    memories: Mapping[str, StageMemory], device: torch.device, room: int, host: int, activations: int, unknown: str
+) -> str:
+    on_cpu = device.type == "cpu"
+    rows = [("bytes of a rank", "at the peak", *(() if on_cpu else ("on the host",)))]
+    for name, memory in memories.items():
+        sizes = [memory.peak.total, memory.host.total]
+        rows.append((name, *map(readable_size, [sum(sizes)] if on_cpu else sizes)))
+    rows.append(("may take", readable_size(room), *(() if on_cpu else (readable_size(host),))))
+    files = "" if any("nvme" in name for name in memories) else ", offload=NvmeOffload(path) with a fast local disk"
+    counted = unknown or f"Activations are {readable_size(activations)} of each peak."
+    return "\n".join(
+        [
+            'strategy="zero" finds no stage that fits:',
+            *table(rows),
+            f"{counted} What helps: more ranks, a smaller batch with accumulate_grad_batches, "
+            f"ZeroStrategy(stage='auto', activations='units'){files}.",
+        ]
+    )
