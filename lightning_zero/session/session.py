@@ -325,11 +325,13 @@ class ZeroSession:
     # -------------------------------------------------------------------- steps
 
     @contextmanager
-    def step(self, name: str, *, training: bool, averaged: bool = True) -> Iterator[None]:
-        """Around the forward of one batch, ``training`` if a backward may follow, which is ``averaged`` if it averages
-        gradients (``engine/buffers.py`` says why). Collective: every rank."""
+    def step(self, name: str, batch: Any = None, *, training: bool, averaged: bool = True) -> Iterator[None]:
+        """Around the forward of one ``batch``: ``training`` if a backward may follow, and ``averaged`` if that averages
+        gradients (``engine/buffers.py`` says why). Tensor groups compare the first one. Collective: every rank."""
         if self._buffers is None:
             raise RuntimeError(f"The run has not begun: there is no module to run {name} of.")
+        if (tensor := self.groups.shard.tensor) > 1:
+            extension("tensor_parallel").compare_batches(self.engine, name, batch, tensor)
         if training:
             self.adopt_changes()
         with self._activations.training() if training and self._activations is not None else nullcontext():

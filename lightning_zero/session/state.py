@@ -507,7 +507,7 @@ def local_part(value: Any, part: Part | None) -> Any:
         return value
     if isinstance(value, FlatShard):  # of this rank already
         return FlatShard(value.local, part.own_shape, value.start - part.rank * math.prod(part.own_shape))
-    if isinstance(value, StoredTensor):
+    if isinstance(value, StoredTensor) and value.memory is None:
         return value.part(part.dim, part.start, part.own_shape[part.dim])
     return part.of(value)
 

@@ -54,8 +54,8 @@ class _ShardedModule(nn.Module):
         _refuse_compilation()
         if self._param_dtype is not None:  # as Fabric does under mixed precision
             args, kwargs = apply_to_collection((args, kwargs), Tensor, _convert_fp_tensor, dst_type=self._param_dtype)
-        training = torch.is_grad_enabled()
-        with self._session.step("training_step" if training else "validation_step", training=training):
+        training, batch = torch.is_grad_enabled(), (args, kwargs)
+        with self._session.step("training_step" if training else "validation_step", batch, training=training):
             return self.module(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -207,11 +207,10 @@ class Processes:
 
     def _mesh_sizes(self) -> tuple[int, int]:
         """Ranks of a data-parallel and of a tensor-parallel group; ``ValueError`` if all ranks are no such mesh."""
-        settings = self.settings
-        if settings.tensor_parallel_size is None:
+        if self.settings.tensor_parallel_size is None:
             return self.num_ranks, 1
         mesh_sizes = extension("tensor_parallel").mesh_sizes
-        return mesh_sizes(settings, self.num_processes, self.num_ranks)  # type: ignore[no-any-return]
+        return mesh_sizes(self.settings, self.num_processes, self.num_ranks)  # type: ignore[no-any-return]
 
     @property
     def device_mesh(self) -> Any:

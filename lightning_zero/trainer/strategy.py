@@ -209,8 +209,7 @@ class ZeroStrategy(Processes, ParallelStrategy):
     def setup_environment(self) -> None:
         """Join the process group, and make callbacks ready for their own set-up. Collective: every rank."""
         super().setup_environment()
-        if self._device_mesh is not None:
-            self._module._device_mesh = self._device_mesh  # for ``configure_model``
+        self._module._device_mesh = self._device_mesh  # for ``configure_model``
         reset_seed()
         callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
         copy_whole(callbacks, self._module, self._replaced)
@@ -342,10 +341,8 @@ class ZeroStrategy(Processes, ParallelStrategy):
     def _run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, without: bool = False) -> Any:
         """Run a step of the user's, or ``without`` it all that the others need. Collective: every rank."""
         training, averaged = name == "training_step", self._module.automatic_optimization
-        if self._device_mesh is not None:
-            batch, tensor = None if without else (args, kwargs), self._device_mesh.size(1)
-            extension("tensor_parallel").compare_batches(self.engine, name, batch, tensor)
-        with self.precision_plugin.forward_context(), self.session.step(name, training=training, averaged=averaged):
+        step = self.session.step(name, None if without else (args, kwargs), training=training, averaged=averaged)
+        with self.precision_plugin.forward_context(), step:
             result = None if without else getattr(self._module, name)(*args, **kwargs)
             if training and averaged and self.placement.shards_parameters:
                 trainer: Any = self._module.trainer

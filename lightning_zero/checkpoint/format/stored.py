@@ -253,11 +253,13 @@ class Source:
         """The boxes that a tensor lies in, each with what reads a box in it."""
         if not item.chunks:
             yield from ((stored.box, partial(self._load_part, key, item.dtype, stored)) for stored in item.boxes)
+        step = PIECE_NBYTES // item.dtype.itemsize  # of other columns than the wanted ones no more is in memory
         for chunk in item.chunks:
-            offset = chunk.offset
-            for box in part_boxes(item.shape, item.split, chunk.start, chunk.start + chunk.numel):
-                yield box, partial(self._read_part, chunk.file, offset, item.dtype, box)
-                offset += math.prod(box.sizes) * item.dtype.itemsize
+            offset, end = chunk.offset, chunk.start + chunk.numel
+            for first in range(chunk.start, end, step):
+                for box in part_boxes(item.shape, item.split, first, min(first + step, end)):
+                    yield box, partial(self._read_part, chunk.file, offset, item.dtype, box)
+                    offset += math.prod(box.sizes) * item.dtype.itemsize
 
     def _load_part(self, key: str, dtype: torch.dtype, stored: StoredBox, common: Box) -> Tensor:
         part = self._load(key, dtype, stored)

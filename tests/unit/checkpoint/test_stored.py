@@ -24,6 +24,7 @@ from lightning_zero.checkpoint.format.stored import Source, read_slices
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
 from lightning_zero.checkpoint.save import ChecksummedFile, stored_identity
 from lightning_zero.checkpoint.storage.files import open_folder
+from tests.helpers.allocator import Allocations
 from tests.helpers.samples import control
 
 
@@ -235,6 +236,23 @@ def test_a_tensor_in_parts_is_read_as_the_whole(tmp_path: Path, shape: tuple[int
     again = Record(files={"data": FileEntry(4 + tensor.nbytes, None)}, items={"w": item}, meta=None).to_bytes()
     assert Record.from_bytes(again).items == {"w": item}
     assert b'"chunks"' not in again  # a reader that knows of no parts must not take them for the whole
+
+
+@pytest.mark.parametrize("split", [None, Split(1, 3)])
+def test_columns_are_read_with_little_memory(tmp_path: Path, split: Split | None) -> None:
+    """Rows have other columns between them, which are read too: pieces of 16 MiB at a time, of 67."""
+    tensor = torch.arange(4_099 * 4_095, dtype=torch.float32).view(4_099, 4_095)
+    order = tensor if split is None else torch.cat([part.reshape(-1) for part in tensor.chunk(split.parts, 1)])
+    order.numpy().tofile(tmp_path / "data")
+    numel = tensor.numel() // (1 if split is None else split.parts)
+    chunks = tuple(Chunk(start, numel, "data", 4 * start, None) for start in range(0, tensor.numel(), numel))
+    item = TensorItem((), torch.float32, tuple(tensor.shape), chunks, split=split)
+    part = StoredTensor(Source(open_folder(tmp_path)), "w", item).part(1, 1_360, 10)
+    found, taken = torch.empty(4_099 * 10), Allocations()
+    with taken:
+        read_slices([(part, 0, found)])
+    assert torch.equal(found.view(4_099, 10), tensor[:, 1_360:1_370])
+    assert taken.most <= 17 * 2**20
 
 
 def test_chunks_that_cross_parts_are_refused() -> None:

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.data import DataLoader
 
-from lightning_zero import ActivationPolicy, ZeroPrecision, ZeroStrategy
+from lightning_zero import ActivationPolicy, ZeroFabricStrategy, ZeroPrecision, ZeroStrategy
 from lightning_zero.comm import GlooCollectives
 from lightning_zero.comm.native import SWITCH
 from lightning_zero.errors import DivergenceError
@@ -305,6 +307,16 @@ def test_other_batches_in_a_tensor_group_are_refused() -> None:
     def run(rank: int) -> None:
         with quiet(), pytest.raises(DivergenceError, match="Ranks 0 and 1 are of one tensor group, and got different"):
             make_trainer(zero(3, 2)).fit(Parallel(Llama, llama_plan), DataLoader(OfEachRank(), batch_size=2))
+        fabric = Fabric(strategy=ZeroFabricStrategy(stage=3, tensor_parallel_size=2), devices=4, accelerator="cpu")
+        fabric.launch()
+        net = made(Llama, F64)
+        parallelize_module(net, fabric.strategy.device_mesh["tensor_parallel"], llama_plan(net))
+        module, tokens = fabric.setup_module(net), drawn(0)[0]
+        for training in (True, False):
+            with torch.set_grad_enabled(training), pytest.raises(DivergenceError, match="Ranks 0 and 1 are of one"):
+                module(tokens[rank : rank + 1])
+            with torch.set_grad_enabled(training):
+                module(tokens[rank // 2 : rank // 2 + 1])
 
     run_world(4, run)
 
