@@ -115,7 +115,7 @@ def host_nbytes(way: str, layers: int, setting: dict[str, Any]) -> int:
         param_dtype=torch.bfloat16,
         reduce_dtype=torch.float32,
     )
-    return plan.expected_host_memory(rank=0, optimizer_tensors=2).total
+    return plan.expected_host_memory(rank=0).total
 
 
 def free_host_nbytes() -> int:

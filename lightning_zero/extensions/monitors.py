@@ -405,12 +405,13 @@ def _expected_of(strategy: ZeroStrategy) -> Any:
     first = costs[0] if costs else costs_of.OptimizerCost(name="none", state=0)
     wire = {"receive_buffer": engine.collectives.receives, "accelerator": engine.device.type != "cpu"}
     found = costs_of.stage_memory(plan, "", engine.collectives.rank, first, **wire)
-    if len({(cost.state, cost.whole) for cost in costs}) > 1 and not any(cost.whole for cost in costs):
+    if len({(cost.state, cost.whole, cost.eight_bit) for cost in costs}) > 1 and not any(cost.whole for cost in costs):
         # The formula knows one optimizer; of several, each counts for what this rank's part of it steps on.
         offloaded, state = plan.offload is not None and plan.offload.optimizer, 0
         for cost, optimizer in zip(costs, strategy.optimizers, strict=True):
-            shards = [entry.parameter for entry in strategy.adapter(optimizer).entries]
-            state += 0 if offloaded else cost.state * sum(shard.nbytes for shard in shards if shard is not None)
+            for entry in strategy.adapter(optimizer).entries if not offloaded else ():
+                if entry.parameter is not None:
+                    state += cost.state_nbytes(entry.place.numel, entry.parameter.itemsize, entry.spec.numel)
         found = replace(found, rest=replace(found.rest, optimizer=state), peak=replace(found.peak, optimizer=state))
     return found
 

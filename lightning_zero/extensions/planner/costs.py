@@ -39,8 +39,9 @@ from torch.optim import Optimizer
 from lightning_zero.config import NvmeOffload, Tier
 from lightning_zero.optim.rules import steps_on_slices, torch_class
 from lightning_zero.plan.buckets import ROUND_NBYTES, deal_out
-from lightning_zero.plan.layout import PAGE_NBYTES, FlatLayout, ParameterSpec, align_up
+from lightning_zero.plan.layout import ALIGNMENT, PAGE_NBYTES, FlatLayout, ParameterSpec, align_up
 from lightning_zero.plan.plan import FETCH_UNITS, STAGING_BUFFERS, Plan, Traffic
+from lightning_zero.registry import extension
 
 __all__ = ["ADAM", "DiskBytes", "HostBytes", "Memory", "OptimizerCost", "StageMemory"]
 __all__ += ["expected_disk", "expected_host_memory", "expected_memory", "owners_of"]
@@ -60,14 +61,25 @@ class OptimizerCost:
     foreach: int = 0  #: Made during a step that takes all at once, each as large as all.
     way: str | None = None  #: ``"loop"``, ``"foreach"`` or ``"fused"``; ``None``: torch chooses by the device.
     whole: bool = False  #: Each parameter has an owner, which keeps a copy of it and in a step its whole gradient.
+    #: From how many elements on a parameter has state of 8 bits for each, and of 32 for each block of them.
+    eight_bit: int | None = None
 
     def way_on(self, accelerator: bool) -> str:
         """How it steps on such a device. Whole parameters are updated one by one."""
         return self.way or ("foreach" if accelerator and not self.whole else "loop")
 
+    def state_nbytes(self, numel: int, itemsize: int, whole_numel: int | None = None) -> int:
+        """Bytes of its state for so many elements of a parameter, which has ``whole_numel``; ``None``: very many."""
+        if self.eight_bit is None or (whole_numel is not None and whole_numel < self.eight_bit):
+            return self.state * numel * itemsize
+        return self.state * (numel + 4 * (align_up(numel) // ALIGNMENT))
+
     def step_nbytes(self, sizes: Sequence[int], accelerator: bool) -> int:
         """Most bytes that a step makes and holds at once, for tensors of these sizes in bytes, in its order."""
         way = self.way_on(accelerator)
+        if self.eight_bit is not None:  # piece by piece, in float32
+            most: int = 4 * extension("eight_bit").PIECE_NUMEL[accelerator]
+            return self.loop * min(max(sizes, default=0), most)
         if way != "loop":
             return self.foreach * sum(sizes) if way == "foreach" else 0
         return max((self.loop * size + self.kept * before for before, size in pairwise([0, *sizes])), default=0)
@@ -97,7 +109,9 @@ class OptimizerCost:
             optimizer = type(optimizer)
         elif isinstance(optimizer, str):
             module, _, name = optimizer.rpartition(".")
-            if name in _COSTS and (not module or module.startswith("torch.optim")):
+            if name == "AdamW8bit" and module in ("", "lightning_zero"):
+                made = optimizer = extension("eight_bit").AdamW8bit
+            elif name in _COSTS and (not module or module.startswith("torch.optim")):
                 made = optimizer = getattr(torch.optim, name)
             elif not module:
                 raise ValueError(f"torch has no optimizer {name!r} that is known here: give its class.")
@@ -114,8 +128,17 @@ class OptimizerCost:
         way = next((way for way in ("fused", "foreach") if options.get(way)), None)
         way = way or ("loop" if options.get("foreach") is False else None)
         whole = not steps_on_slices(made)
-        name = optimizer.__name__
-        return cls(name=name, state=state, loop=loop, kept=kept, foreach=foreach, way=way, whole=whole)
+        in_blocks = not whole and base is not None and base.__name__ == "AdamW8bit"
+        return cls(
+            name=optimizer.__name__,
+            state=state,
+            loop=loop,
+            kept=kept,
+            foreach=foreach,
+            way=way,
+            whole=whole,
+            eight_bit=options.get("min_8bit_size", 4096) if in_blocks else None,
+        )
 
 
 _Cost = tuple[int, int, int, int]  # state, made in a loop, of it kept, made by foreach
@@ -127,6 +150,7 @@ _COSTS: Mapping[str, tuple[_Cost, Mapping[str, _Cost]]] = {
     "SGD": ((0, 0, 0, 0), {"momentum": _STATE, "weight_decay maximize": _IN_BOTH, "nesterov": _IN_LOOP}),
     "Adam": ((2, 2, 1, 1), {"amsgrad": _STATE, "weight_decay maximize": _IN_LOOP}),
     "AdamW": ((2, 2, 1, 1), {"amsgrad": _STATE, "maximize": _IN_LOOP}),
+    "AdamW8bit": ((2, 3, 0, 0), {}),
     "Adamax": ((2, 1, 0, 1), {"weight_decay": _IN_LOOP}),
     "NAdam": ((2, 2, 1, 1), {"weight_decay": _IN_BOTH}),
     "RAdam": ((2, 2, 0, 1), {"weight_decay": _IN_LOOP}),
@@ -217,8 +241,8 @@ def stage_memory(
         name=name,
         rest=expected_memory(plan, **device),
         peak=expected_memory(plan, **device, peak=True, activations=activations),
-        host=expected_host_memory(plan, optimizer_tensors=optimizer.state, **where),
-        disk=expected_disk(plan, rank=rank, optimizer_tensors=optimizer.state),
+        host=expected_host_memory(plan, optimizer=optimizer, **where),
+        disk=expected_disk(plan, rank=rank, optimizer=optimizer),
         traffic=plan.expected_traffic(),
     )
 
@@ -249,7 +273,7 @@ def expected_memory(
         ValueError: if there is no such rank.
     """
     trained, placement, layouts = plan.trainable_layouts, plan.placement, plan.layouts
-    shards = _shards(plan, rank, 0 if optimizer.whole else optimizer.state)
+    shards = _shards(plan, rank, replace(optimizer, state=0) if optimizer.whole else optimizer)
     stepped = [layout for layout in trained if plan.rest_of(layout).state is Tier.DEVICE]
     keeping = (placement.keeping or 0) if placement.shards_parameters else 0
     kept = sum(la.numel // keeping * la.compute_dtype.itemsize for la in layouts) if keeping else 0
@@ -292,13 +316,10 @@ def expected_memory(
 
 
 def expected_host_memory(
-    plan: Plan, *, rank: int = 0, optimizer_tensors: int = 2, accelerator: bool = False
+    plan: Plan, *, rank: int = 0, optimizer: OptimizerCost = ADAM, accelerator: bool = False
 ) -> HostBytes:
-    """What offloading keeps in one rank's host memory, of an optimizer that keeps so many tensors for a parameter.
-
-    Other arguments, and errors, are as for ``expected_memory``.
-    """
-    shards, buffers = _shards(plan, rank, optimizer_tensors), 0
+    """What offloading keeps in one rank's host memory. Arguments and errors as for ``expected_memory``."""
+    shards, buffers = _shards(plan, rank, optimizer), 0
     if isinstance(plan.offload, NvmeOffload):
         buffers += int(plan.offload.buffer_mib * 2**20) + FETCH_UNITS * plan.fetch_nbytes
         if plan.offload.checksums:  # 8 bytes for each page
@@ -308,9 +329,9 @@ def expected_host_memory(
     return HostBytes(buffers=buffers, **{part: n for (tier, part), n in shards.items() if tier is Tier.HOST})
 
 
-def expected_disk(plan: Plan, *, rank: int = 0, optimizer_tensors: int = 2) -> DiskBytes:
-    """What offloading keeps in one rank's files. Arguments and errors as for ``expected_host_memory``."""
-    shards = _shards(plan, rank, optimizer_tensors)
+def expected_disk(plan: Plan, *, rank: int = 0, optimizer: OptimizerCost = ADAM) -> DiskBytes:
+    """What offloading keeps in one rank's files. Arguments and errors as for ``expected_memory``."""
+    shards = _shards(plan, rank, optimizer)
     return DiskBytes(**{part: nbytes for (tier, part), nbytes in shards.items() if tier is Tier.DISK})
 
 
@@ -328,8 +349,8 @@ def _shard(layout: FlatLayout) -> int:
     return layout.shard_numel * layout.dtype.itemsize
 
 
-def _shards(plan: Plan, rank: int, tensors: int) -> Counter[tuple[Tier, str]]:
-    """Bytes of a rank between steps by tier and category, in files in whole pages; ``tensors`` of optimizer state."""
+def _shards(plan: Plan, rank: int, optimizer: OptimizerCost) -> Counter[tuple[Tier, str]]:
+    """Bytes of a rank between steps by tier and category, in files in whole pages."""
     if not 0 <= rank < plan.group_size:
         raise ValueError(f"There is no rank {rank} in a shard group of {plan.group_size}.")
     placement, found = plan.placement, Counter[tuple[Tier, str]]()
@@ -350,8 +371,11 @@ def _shards(plan: Plan, rank: int, tensors: int) -> Counter[tuple[Tier, str]]:
             add(rest.gradients, "gradients", _shard(layout))
         if not placement.shards_gradients:
             add(Tier.DEVICE, "gradients", layout.numel * layout.reduce_dtype.itemsize)
-        owned = layout.dtype.itemsize * sum(part.numel for part in layout.slices(rank))
-        add(rest.state, "optimizer", _shard(layout) if owned and rest.state is Tier.DISK else owned, tensors)
+        parts = [(p.numel, spec.numel) for p, spec in zip(layout.slices(rank), layout.parameters, strict=True)]
+        if rest.state is not Tier.DISK:
+            add(rest.state, "optimizer", sum(optimizer.state_nbytes(n, layout.dtype.itemsize, of) for n, of in parts))
+        elif any(numel for numel, _ in parts):
+            add(rest.state, "optimizer", _shard(layout), optimizer.state)
     return found
 
 

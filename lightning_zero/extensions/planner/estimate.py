@@ -371,7 +371,8 @@ def _without(plan: Plan, cost: OptimizerCost, accelerator: bool, activations: in
     sizes = [(spec, spec.numel * spec.dtype.itemsize) for spec, layout in held if layout.trainable]
     gradients = sum(size for _, size in sizes)
     parameters = sum(spec.numel * spec.dtype.itemsize for spec, _ in held)
-    rest = Memory(parameters=parameters, gradients=gradients, optimizer=cost.state * gradients)
+    state = sum(cost.state_nbytes(spec.numel, spec.dtype.itemsize, spec.numel) for spec, _ in sizes)
+    rest = Memory(parameters=parameters, gradients=gradients, optimizer=state)
     copies = sum(s.numel * la.compute_dtype.itemsize for s, la in held if la.compute_dtype != la.dtype)
     # What is reached under several names is taken for tied: autograd holds the sum of its parts, and one more of them.
     raw = sum(size for spec, size in sizes if spec.aliases)
@@ -418,7 +419,7 @@ def _of_count(
         feedback = placement.feedback if placement is not None else None
         residuals = residual_nbytes(numel // feedback, ranks[0] // ranks[1]) if feedback else 0
         # The owner of a whole parameter has a copy of what it steps on.
-        state = (cost.state + (cost.whole and placement is not None)) * own * stepped
+        state = cost.state_nbytes(stepped, own) + (cost.whole and placement is not None) * own * stepped
         host, made = HostBytes(), 0
         rest = Memory(parameters=parameters, weights=kept, transport=residuals)
         if offload:  # beside the masters, in another dtype, what stage 3 is gathered from

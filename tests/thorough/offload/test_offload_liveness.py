@@ -22,6 +22,7 @@ from lightning_zero.engine import ZeroEngine
 from lightning_zero.errors import CheckpointError, OffloadError
 from lightning_zero.extensions.nvme import FileTensor, make_tiers
 from lightning_zero.extensions.nvme.files import FileSystem
+from lightning_zero.extensions.planner.costs import OptimizerCost
 from tests.helpers.runs import Net, batches, quiet, values_of, zero
 from tests.helpers.stores import flip
 from tests.helpers.training import make_trainer
@@ -303,7 +304,8 @@ def test_a_disk_without_room_is_named_with_the_bytes_needed_and_found(tmp_path: 
     def run(rank: int) -> str:
         offload = NvmeOffload(path=str(tmp_path), buffer_mib=1)
         plan = build_plan(torch.nn.Linear(60, 60), stage=3, world_size=2, offload=offload)
-        assert plan.expected_disk(rank=rank, optimizer_tensors=0).total == 8192  # 1920 elements in whole pages
+        none = OptimizerCost(name="none", state=0)
+        assert plan.expected_disk(rank=rank, optimizer=none).total == 8192  # 1920 elements in whole pages
         control = Groups.create().control
         tiers = make_tiers(offload, plan, control, torch.device("cpu"), system=Small())  # 2 ranks x 8192: that fits
         tiers.close()

@@ -210,13 +210,18 @@ def test_an_accelerator_needs_buffers_for_what_travels(model: nn.Module) -> None
 def test_regions_of_files_are_whole_pages() -> None:
     """64 + 8 elements: 128 in the buffer, 64 = 256 bytes on each rank; a page is 4,096."""
     plan = offloaded(nn.Linear(8, 8), nvme())
-    assert plan.expected_disk(optimizer_tensors=3) == DiskBytes(weights=0, masters=4096, optimizer=3 * 4096)
+    assert plan.expected_disk(optimizer=OptimizerCost(name="some", state=3)) == DiskBytes(
+        weights=0, masters=4096, optimizer=3 * 4096
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_optimizer_state_on_the_host_is_counted_without_padding(world_size: int) -> None:
     plan = build_plan(nn.Linear(7, 11), world_size=world_size, offload=HostOffload())
-    counted = [plan.expected_host_memory(rank=rank, optimizer_tensors=1) for rank in range(world_size)]
+    counted = [
+        plan.expected_host_memory(rank=rank, optimizer=OptimizerCost(name="some", state=1))
+        for rank in range(world_size)
+    ]
     assert sum(memory.optimizer for memory in counted) == (7 * 11 + 11) * 4
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from lightning_zero import AdamW8bit
 from lightning_zero.extensions.planner.costs import OptimizerCost
 
 NUMEL = 10_000
@@ -74,6 +75,33 @@ def test_what_torch_s_optimizers_keep_and_make(cls: type, options: dict[str, Any
     # Rprop's foreach makes masks of a byte beside, so it is rounded up.
     slack = 0.6 * 4 * NUMEL * COUNT if cls is torch.optim.Rprop else 0.01 * 4 * NUMEL
     assert expected - slack <= made_by_a_step(optimizer) <= expected + 0.01 * 4 * NUMEL
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numel", [4_095, 4_096, 300_001])
+def test_what_8_bit_states_keep_and_make(numel: int, dtype: torch.dtype) -> None:
+    """2.125 bytes an element from 4,096 of them on; a step makes as much for a large parameter as for a piece of it."""
+    parameters = [nn.Parameter(torch.ones(numel, dtype=dtype)) for _ in range(COUNT)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = AdamW8bit(parameters, lr=0.01)
+    optimizer.step()
+    cost, itemsize = OptimizerCost.of(optimizer), dtype.itemsize
+    held = sum(value.nbytes for value in optimizer.state[parameters[0]].values() if value.dim())
+    assert held == cost.state_nbytes(numel, itemsize, numel)
+    assert held == (2 * itemsize * numel if numel < 4096 else 2 * numel + 8 * -(-numel // 64))
+    made, expected = made_by_a_step(optimizer), cost.step_nbytes([itemsize * numel] * COUNT, accelerator=False)
+    assert dtype == torch.bfloat16 or numel < 4096 or 0.98 * expected <= made <= 1.05 * expected
+    assert made <= 20 * min(numel, 2**18) + 20_000
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW8bit", "lightning_zero.AdamW8bit", AdamW8bit])
+def test_8_bit_states_by_class_and_name(optimizer: Any) -> None:
+    cost = OptimizerCost.of(optimizer)
+    assert (cost.name, cost.eight_bit, cost.whole) == ("AdamW8bit", 4096, False)
+    derived = type("Mine", (AdamW8bit,), {"step": lambda self: None})
+    assert (OptimizerCost.of(derived).whole, OptimizerCost.of(derived).eight_bit) == (True, None)
+    assert OptimizerCost.of(AdamW8bit, min_8bit_size=64).eight_bit == 64
 
 
 def test_a_loop_holds_what_is_left_of_the_parameter_before() -> None:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_zero import AdamW8bit, HostOffload, full_optimizer_state
 from lightning_zero.errors import UnsupportedOptimizerError
+from lightning_zero.extensions.planner.costs import OptimizerCost
 from tests.helpers.cases import WIDTH, Block, Case, Stack, case
 from tests.helpers.models import Gain, OddSizes
 from tests.helpers.probe import Probe, fit, masters, pairwise_mean
@@ -294,7 +295,14 @@ def test_state_in_8_bits_is_that_of_whole_parameters(world_size: int) -> None:
             trainer = fit(probe, micro_steps=STEPS, **options)
             shards = trainer.strategy.engine.shards.values()
             cuts |= {entry.start for entry in shards if 0 < entry.place.numel < entry.spec.numel}
-            found[way] = unlike(expected, masters(probe))
+            plan, cost = trainer.strategy.engine.plan, OptimizerCost.of(trainer.optimizers[0])
+            planned = plan.expected_memory(rank=rank, optimizer=cost).optimizer
+            planned += plan.expected_host_memory(rank=rank, optimizer=cost).optimizer
+            adapter = trainer.strategy.adapter(trainer.optimizers[0])
+            planned -= 2 * 4 * sum(entry.place.numel for entry in shards if entry.name.endswith("gain"))  # never used
+            held = sum(tensor.nbytes for tensor in adapter.tensors())
+            found[way] = [] if held == planned else [f"{held} bytes of state, {planned} by plan"]
+            found[way] += unlike(expected, masters(probe))
             found[way] += unlike(states, {name: full_optimizer_state(probe, *name.split()) for name in states})
         assert rank == 0 or any(cuts), "state of what is not cut is easily right"
         return found
