@@ -5,8 +5,8 @@
 that have the same part: those of its data-parallel group. So the engine gets ordinary parameters, which are the local
 tensors, and the module gets its DTensors back whenever it reads one: each such layer becomes an object of a subclass,
 in which the names of its parameters are properties that make a DTensor of the local one. Autograd goes through that:
-a gradient arrives in whatever placement torch has computed it in, ``DTensor.from_local`` brings it to the parameter's,
-and so it is an ordinary tensor when the engine takes it.
+a gradient arrives in whatever placement torch has computed it in, ``_Shown`` brings it to the parameter's, and so it
+is an ordinary tensor when the engine takes it.
 
 [Note: who counts]
 What the tensor group has split counts in a norm on each of its ranks; what all of them have alike counts on the first.
@@ -273,7 +273,8 @@ def _local(parameter: DTensor, group: DeviceMesh) -> nn.Parameter:
     dim = placement.dim % parameter.dim() if isinstance(placement, Shard) else None
     start = 0 if dim is None else rank * local.shape[dim]
     local.tensor_part = Part(tuple(parameter.shape), dim, start, rank, group.size())  # type: ignore[attr-defined]
-    local.tensor_spec = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()  # type: ignore[attr-defined]
+    spec = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
+    local.tensor_spec = *spec, dict[torch.dtype, Any]()  # type: ignore[attr-defined]  # DTensors' specs, once made
     vars(parameter)["_local_parameter"] = local
     if dim is None:
         _send(local, group)
@@ -289,19 +290,34 @@ def _send(parameter: nn.Parameter, group: DeviceMesh) -> None:
 # --------------------------------------------------------------------------------------- what the module reads
 
 
-class _Settled(torch.autograd.Function):
-    """The same tensor; its gradient is waited for, where it is still on its way between the ranks."""
+class _Shown(torch.autograd.Function):
+    """A local tensor as a DTensor. Its gradient comes in the parameter's placement, and has arrived.
+
+    ``DTensor.from_local`` does that too, in three times as long: it makes a spec each time.
+    """
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor) -> Tensor:
-        return local.view_as(local)
+    def forward(ctx: Any, local: Tensor, spec: Any) -> Tensor:
+        ctx.placements = spec.placements
+        ctx.set_materialize_grads(False)
+        return _as_dtensor(local, spec)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return _arrived(gradients[0])
+        (gradient,) = gradients
+        if gradient is None:
+            return None, None
+        if gradient.placements != ctx.placements:
+            gradient = gradient.redistribute(placements=ctx.placements)
+        return _arrived(gradient.to_local()), None
 
 
-_settled: Callable[[Tensor], Tensor] = _Settled.apply
+def _as_dtensor(local: Tensor, spec: Any) -> DTensor:
+    """A DTensor of a fresh view of a local tensor, outside of autograd."""
+    return DTensor(local.view_as(local), spec, requires_grad=local.requires_grad)
+
+
+_shown: Callable[[Tensor, Any], DTensor] = _Shown.apply
 
 
 def _arrived(tensor: Tensor) -> Tensor:
@@ -333,21 +349,16 @@ def _reader(key: str) -> Callable[[nn.Module], Any]:
         binding = binding_of(local) if spec is not None else None
         if spec is None or (binding is not None and binding.held):  # the user's own, or whole in the user's hands
             return local
-        mesh, placements, shape, stride = spec
-        return DTensor.from_local(_settled(local), mesh, placements, run_check=False, shape=shape, stride=stride)
+        mesh, placements, shape, stride, made = spec
+        if local.dtype not in made:
+            like = DTensor.from_local(local.detach(), mesh, placements, run_check=False, shape=shape, stride=stride)
+            made[local.dtype] = like._spec
+        return _shown(local, made[local.dtype])
 
     return read
 
 
 def _inside(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """The local tensor of a DTensor that autograd saves, and what makes a DTensor of it again."""
-    spec = cast(DTensor, tensor)._spec
-    again = partial(
-        DTensor.from_local,
-        device_mesh=spec.mesh,
-        placements=spec.placements,
-        run_check=False,
-        shape=spec.shape,
-        stride=spec.stride,
-    )
-    return cast(DTensor, tensor)._local_tensor, again
+    whole = cast(DTensor, tensor)
+    return whole._local_tensor, partial(_as_dtensor, spec=whole._spec)
