@@ -23,7 +23,7 @@ import threading
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,13 +42,6 @@ __all__ = ["Saver", "Snapshots"]
 Write = Callable[[Mapping[str, Any], ControlGroup], Sequence[str] | None]
 
 
-class _InFlight(NamedTuple):
-    """A save in the background: what it is, and its end, with warnings for the main thread."""
-
-    what: str
-    done: Future[list[str]]
-
-
 class Saver:
     """The saves and removals of one run, in order. See [Note: In the background].
 
@@ -60,15 +53,15 @@ class Saver:
     def __init__(self, control: ControlGroup) -> None:
         self._control = control
         self._snapshots = Snapshots()
-        self._underway: _InFlight | None = None
+        self._underway: tuple[str, Future[list[str]]] | None = None  # what it is, and its end, with warnings
         self._warnings: list[str] = []
         self._removals: list[str | os.PathLike[str]] = []
 
     @property
     def failed(self) -> bool:
         """Whether a save in the background has failed on this rank, and nobody raised it yet. Not collective."""
-        save = self._underway
-        return save is not None and save.done.done() and save.done.exception() is not None
+        done = None if self._underway is None else self._underway[1]
+        return done is not None and done.done() and done.exception() is not None
 
     def save(self, write: Write, checkpoint: Mapping[str, Any], *, what: str, asynchronous: bool) -> None:
         """Write a checkpoint, after the removals that were queued. Collective: every rank.
@@ -176,10 +169,10 @@ class Saver:
                 try:
                     done.set_result(run())
                 except BaseException as error:
-                    sys.stderr.write(f"Could not {what} in the background: {error}\n")  # perhaps nobody waits for it
                     done.set_exception(error)
+                    sys.stderr.write(f"Could not {what} in the background: {error}\n")  # perhaps nobody waits for it
 
-        self._underway = _InFlight(what, done)
+        self._underway = what, done
         try:
             threading.Thread(target=run_here, name=f"lightning_zero: {what}", daemon=False).start()
         except RuntimeError:  # no more threads here; the other ranks have begun

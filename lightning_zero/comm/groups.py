@@ -35,6 +35,8 @@ import functools
 import itertools
 import os
 import socket
+import struct
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -42,10 +44,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from lightning_zero._torch import default_store, new_group
 from lightning_zero.comm.collectives import Pending
@@ -129,18 +132,29 @@ class Connections(dict[str, list[tuple[int, str]]]):
     """Sockets by the name of their process group: the number of the file, and what the system calls it."""
 
     _before: set[tuple[int, str]] | None = None  # those that there were, while a group is made
+    _awaited: Sequence[int] = ()  # the ranks that may connect to it
 
     @contextmanager
-    def opened(self) -> Iterator[list[tuple[int, str]]]:
-        """Those that were opened inside, afterwards. Meanwhile ``shut`` ends waits for the store and for these,
-        whatever the name."""
+    def opened(self, awaited: Sequence[int] = ()) -> Iterator[list[tuple[int, str]]]:
+        """Those that were opened inside, afterwards. Meanwhile ``shut`` ends waits for the store, for these, and for
+        those that ``awaited`` ranks of the group have yet to open, whatever the name."""
         found = list[tuple[int, str]]()
-        self._before = {*sockets().items()}
+        self._before, self._awaited = {*sockets().items()}, awaited
         try:
             yield found
             found += sockets().items() - self._before
         finally:
             self._before = None
+
+    @contextmanager
+    def shut_after(self, seconds: float, name: str) -> Iterator[None]:
+        """Shut them if what is inside takes longer: where nothing else ends a wait for who is silent."""
+        timer = threading.Timer(seconds, self.shut, [name])
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def shut(self, name: str) -> None:
         """End whatever waits for them."""
@@ -148,8 +162,11 @@ class Connections(dict[str, list[tuple[int, str]]]):
         known = there & {*self.get(name, ())}
         if (before := self._before) is not None:
             known |= there & {*self.get(STORE, ())} | there - before
-        for file, _ in known:
-            shut(file)
+        places = [shut(file) for file, _ in known]
+        for place, rank in itertools.product(filter(None, places), () if before is None else self._awaited):
+            # Gloo waits five times its timeout for a rank to connect: somebody connects in its place, and ends at once.
+            with suppress(OSError), socket.create_connection(place, 1.0) as caller:
+                caller.send(struct.pack("n", rank))
 
 
 STORE = "(store)"
@@ -157,11 +174,15 @@ STORE = "(store)"
 connections = Connections()
 
 
-def shut(file: int) -> None:
-    """End whatever waits for a connection."""
+def shut(file: int) -> tuple[str, int] | None:
+    """End whatever waits for a connection. Of a socket that listens return the address: gloo ends the process if such a
+    one is shut."""
     with suppress(OSError), socket.socket(fileno=os.dup(file)) as connection:
-        connection.getpeername()  # a listening one must not be shut: gloo ends the process
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return cast(tuple[str, int], connection.getsockname()[:2])
+        connection.getpeername()  # it is connected
         connection.shutdown(socket.SHUT_RDWR)
+    return None
 
 
 def sockets() -> dict[int, str]:
@@ -190,7 +211,7 @@ class ShardGroup:
 class _Made(NamedTuple):
     """What groups are made of."""
 
-    default: Callable[[], Any] = lambda: None  # the default group then: weak, as it ends without them
+    default: Callable[[], Any] = lambda: None  # the default group: weak, as it ends without them
     backend: str | None = None
     span: tuple[int | None, int] = None, 1  # ranks of a shard group, if not all; ranks of a tensor-parallel group
     sets: Sequence[Sequence[int]] = ()  # of ranks, of which each has process groups; none: all ranks
@@ -254,7 +275,7 @@ class Groups:
         default: Any = dist.group.WORLD
         for groups in list(_LIVE):
             if groups.made.default() is not default:
-                groups.destroy()  # their default group has ended, and nothing ended them
+                groups.destroy()  # their default group has ended, and nothing ended them; or they were never completed
             elif (*groups.made[1:3], groups.timeout) == (backend, (span, tensor), timeout):
                 groups.part(apart)
                 return groups
@@ -265,21 +286,25 @@ class Groups:
         sets = [
             range(first + of, first + count, tensor) for first in range(0, world_size, count) for of in range(tensor)
         ]
-        control, checkpoint = (_connected(timeout, what) for what in ("agreements", "checkpoints"))
-        gather = _made(backend, timeout, "parameters", sets)
-        groups = cls(gather, gather, control, checkpoint, ShardGroup(place % size, size, tensor), size, timeout=timeout)
-        groups.made = _Made(weakref.ref(default), backend, (span, tensor), sets)
+        controls = ControlGroup(None, rank, world_size), ControlGroup(None, rank, world_size)
+        groups = cls(None, None, *controls, ShardGroup(place % size, size, tensor), size, timeout=timeout)
+        groups.made = _Made(backend=backend, span=(span, tensor), sets=sets)
+        atexit.register(_end_all)
+        _LIVE.append(groups)
+        for control, what in zip(controls, ("agreements", "checkpoints"), strict=True):
+            _connect(control, timeout, what)
+        groups.gather = groups.reduce = _made(backend, timeout, "parameters", sets)
         if tensor > 1:
             counted = [range(first, first + count) for first in range(0, world_size, count)]
             groups.counting = _made(backend, timeout, "numbers about gradients", counted)
         if count < world_size:
             first = rank // count * count
-            control.counted = checkpoint.counted = range(first, first + count)
+            for control in controls:
+                control.counted = range(first, first + count)
             replicas = [range(of, world_size, count) for of in range(count)]
             groups.across = groups.among(replicas, "replicas", backend, world_size // count)
         groups.part(apart)
-        atexit.register(_end_all)
-        _LIVE.append(groups)
+        groups.made = groups.made._replace(default=weakref.ref(default))  # last: they are complete
         return groups
 
     def among(self, sets: Sequence[Sequence[int]], what: str, backend: str | None, divisor: int = 1) -> Groups:
@@ -419,15 +444,16 @@ def _made(
     return group
 
 
-def _connected(timeout: timedelta | None, description: str) -> ControlGroup:
-    """A control group of all ranks. All connections would be a file, and bytes in the store, for each rank of each:
-    so it has those only that agreements use. Collective: every rank."""
-    with connections.opened() as opened:
-        group = new_group("gloo", timeout, description, lazily=True)
-        control = ControlGroup(group, dist.get_rank(), dist.get_world_size())
-        control.connect()
+def _connect(control: ControlGroup, timeout: timedelta | None, description: str) -> None:
+    """Give agreements of all ranks a process group. All connections would be a file, and bytes in the store, for each
+    rank of each: so it has those only that agreements use. Collective: every rank."""
+    rank, size = control.rank, control.world_size
+    steps = [1 << digit for digit in range((size - 1).bit_length())]
+    with connections.opened([(rank + way * step) % size for step in steps for way in (1, -1)]) as opened:
+        control.process_group = group = new_group("gloo", timeout, description, lazily=True)
+        with connections.shut_after((timeout or default_pg_timeout).total_seconds(), group.group_name):
+            control.connect()
     connections[group.group_name] = opened
-    return control
 
 
 def _destroy(group: dist.ProcessGroup | None) -> None:

@@ -101,7 +101,7 @@ def test_a_failure_in_the_background_is_raised_at_the_end_of_validation(tmp_path
                 (torn / "precious.txt").touch()  # a folder that is no checkpoint is not replaced
                 trainer.save_checkpoint(torn)
                 trainer.strategy.remove_checkpoint(tmp_path / "best.ckpt")
-                trainer.strategy.checkpoints._saver._underway.done.exception()
+                trainer.strategy.checkpoints._saver._underway[1].exception()
 
     @quiet()
     def run(rank: int) -> tuple[str, int]:
@@ -335,7 +335,7 @@ def test_a_failure_of_the_one_save_in_the_background_is_raised_too(tmp_path: Pat
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
             if trainer.global_step == 1:
                 trainer.save_checkpoint(tmp_path, storage_options={"async": True})
-                trainer.strategy.checkpoints._saver._underway.done.exception()
+                trainer.strategy.checkpoints._saver._underway[1].exception(60)
 
     @quiet()
     def run(rank: int) -> int:

@@ -18,6 +18,7 @@ from lightning_zero.checkpoint.background import Saver
 from lightning_zero.comm import ControlGroup, Groups
 from lightning_zero.errors import CheckpointError
 from tests.helpers.samples import checkpoint, control, end_to_end, load_and_verify
+from tests.helpers.waiting import until
 from tests.helpers.world import run_world
 
 Write = Callable[[Mapping[str, Any], ControlGroup], None]
@@ -168,6 +169,28 @@ def test_a_failure_in_the_background_is_raised_once_on_every_rank(tmp_path: Path
     assert names(tmp_path) == {"c"}
 
 
+def test_a_failure_is_raised_where_nothing_can_be_written_about_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed:
+        def write(self, _: str) -> None:
+            raise ValueError("I/O operation on closed file")
+
+    def fail(*_: object) -> None:
+        raise CheckpointError("no space left")
+
+    noted = list[object]()
+    monkeypatch.setattr(threading, "excepthook", lambda told: noted.append(told.exc_value))
+    saver = Saver(ControlGroup(None))
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stderr", Closed())
+        saver.save(fail, {}, what="save 'c'", asynchronous=True)
+        underway = saver._underway
+        assert underway is not None
+        assert str(underway[1].exception(20)) == "no space left"
+        assert until(lambda: noted, 20)
+    with pytest.raises(CheckpointError, match="no space left"):
+        saver.wait()
+
+
 def test_a_removal_waits_until_the_next_save_and_is_dropped_with_a_failed_one(tmp_path: Path) -> None:
     def rank(number: int) -> list[set[str]]:
         seen: list[set[str]] = []
@@ -236,7 +259,7 @@ def test_what_cannot_be_deleted_is_a_warning_and_stops_nothing(tmp_path: Path) -
 
 def wait_alone(saver: Saver) -> None:
     if saver._underway is not None:
-        saver._underway.done.exception()
+        saver._underway[1].exception()
     saver._underway = None
 
 
@@ -310,7 +333,7 @@ def test_training_uses_its_own_groups_during_the_save(tmp_path: Path) -> None:
         steps = 0
         for version in (1, 2, 3):
             start(saver, tmp_path / "c", version)
-            while groups.control.agree_any(not saver._underway.done.done()):
+            while groups.control.agree_any(not saver._underway[1].done()):
                 steps += 1
                 assert groups.control.exchange([number, steps]) == [[0, steps], [1, steps]]
         saver.close()

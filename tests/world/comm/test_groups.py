@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -13,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lightning_zero import _torch
 from lightning_zero.comm import ControlGroup, Groups
 from lightning_zero.comm import groups as module
 from lightning_zero.comm.control import Met, naming_failures, raising
-from lightning_zero.comm.groups import connections, sockets
+from lightning_zero.comm.groups import connections, shut, sockets
 from lightning_zero.engine.agreement import Agreement
 from lightning_zero.errors import CommunicationError, DivergenceError, OffloadError
 from tests.helpers.world import run_world
@@ -66,7 +68,8 @@ def test_shard_groups_are_made_at_once(apart: bool, monkeypatch: pytest.MonkeyPa
     try:
         monkeypatch.setattr(dist, "new_group", counted)
         monkeypatch.setattr(module, "watch_ranks", lambda: None)
-        monkeypatch.setattr(module, "_connected", lambda timeout, what: Control(None, 77, 512))
+        monkeypatch.setattr(module, "_connect", lambda control, timeout, what: None)
+        monkeypatch.setattr(module, "ControlGroup", Control)
         groups = Groups.create("fake", timedelta(seconds=30), apart, span=8)
         expected: list[list[int]] = [[*range(72, 80)], [*range(5, 512, 8)], [*range(72, 80)]][: 2 + apart]
         if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14):
@@ -293,3 +296,45 @@ def test_waits_for_a_group_that_is_made_can_be_ended() -> None:
 
     failures = run_world(2, rank, expect_failure=True, timeout=20, grace=15)
     assert [failures[number].message for number in (0, 1)] == ["was told", "nothing more"]
+
+
+def test_waits_for_a_rank_that_never_connects_end() -> None:
+    """Once there is a verdict, or at the timeout: gloo alone would wait five times as long for the other's call. And
+    groups that were never completed are given back when the next ones are made."""
+
+    def rank(_: int) -> list[float]:
+        store, seconds, connect, sizes = _torch.default_store(), list[float](), ControlGroup.connect, set[int]()
+
+        def connect_alone(self: ControlGroup) -> None:
+            assert connections._before is not None
+            (place,) = map(shut, dict(sockets().items() - connections._before))  # it only listens by now
+            assert place is not None
+            port = place[1]
+            store.set(f"{len(seconds)} {self.rank}", str(port))
+            if port > int(store.get(f"{len(seconds)} {1 - self.rank}")):  # this one would call the other
+                store.get(f"{len(seconds)} is over")
+                raise CommunicationError("never came")
+            timer = threading.Timer(0.5, connections.shut, ["another group"])
+            timer.start() if told else None
+            try:
+                connect(self)
+            finally:
+                timer.cancel()
+                store.set(f"{len(seconds)} is over", "")
+
+        for told in (True, False):
+            ControlGroup.connect, begin = connect_alone, time.monotonic()  # type: ignore[method-assign]
+            with pytest.raises(CommunicationError):
+                Groups.create(timeout=timedelta(seconds=30 if told else 3))
+            ControlGroup.connect = connect  # type: ignore[method-assign]
+            seconds.append(time.monotonic() - begin)
+            groups = Groups.create(timeout=timedelta(seconds=20))
+            groups.control.barrier()
+            groups.destroy()
+            sizes.add(len(dist.distributed_c10d._world.pg_map))
+        assert sizes == {1}
+        return seconds
+
+    for at_once, at_timeout in run_world(2, rank, timeout=60):
+        assert at_once < 10
+        assert at_timeout < 12
