@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from operator import methodcaller
 from typing import Any
@@ -107,18 +108,9 @@ def entered_collectives() -> dict[str, int]:
     """How many collectives, and messages to and from other ranks, this process has begun, by the name of the group."""
     found: dict[str, int] = {}
     for group in list(dist.distributed_c10d._world.pg_map):
-        if (place := place_in(group)) >= 0:
-            found[group.group_name] = place
+        with suppress(RuntimeError):  # its backend does not count
+            found[group.group_name] = int(getattr(group, "_get_sequence_number_for_group")())  # noqa: B009
     return found
-
-
-def place_in(group: dist.ProcessGroup) -> int:
-    """How many collectives of one group this process has begun; -1 if its backend does not count."""
-    try:
-        number: Any = getattr(group, "_get_sequence_number_for_group")  # noqa: B009
-        return int(number())
-    except RuntimeError:
-        return -1
 
 
 def group_called(name: str) -> Any:
@@ -131,6 +123,11 @@ def abort_group(name: str) -> None:
     group = group_called(name)
     if group is not None and dist.get_backend(group) == "nccl":
         group.abort()
+
+
+def forget_meshes() -> None:
+    """Have DTensors forget meshes that have ended: torch takes another one of the same ranks for the same."""
+    importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
 
 
 def profiler_runs() -> bool:

@@ -20,6 +20,7 @@ activations are split otherwise, or layers are called with its part of the batch
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any, cast
@@ -32,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from lightning_zero._torch import tree_leaves, untracked
+from lightning_zero._torch import forget_meshes, tree_leaves, untracked
 from lightning_zero.comm.control import ControlGroup, naming_failures
 from lightning_zero.comm.groups import connections
 from lightning_zero.config import SessionSettings
@@ -45,7 +46,7 @@ from lightning_zero.plan.layout import Part
 from lightning_zero.shards.binding import binding_of
 from lightning_zero.shards.slice import Slice, fingerprint
 
-__all__ = ["adopt", "compare_batches", "in_step", "localise", "make_mesh", "mesh_sizes"]
+__all__ = ["adopt", "compare_batches", "in_step", "localise", "make_mesh", "mesh_sizes", "plan_alone"]
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"  # as Lightning's ModelParallelStrategy names them
 
@@ -76,7 +77,36 @@ def make_mesh(device: torch.device, data: int, tensor: int) -> DeviceMesh:
     return mesh
 
 
-def localise(module: nn.Module, mesh: DeviceMesh, control: ControlGroup) -> None:
+def plan_alone(module: nn.Module, data: int, tensor: int) -> None:
+    """``localise`` without the other ranks, for a plan: on the meta device, a module has what the first of so many has.
+
+    Its ``configure_model`` runs with a mesh of ranks that are not there, unless it is parallelised already.
+
+    Raises:
+        ValueError: as ``localise``.
+        RuntimeError: if it is not parallelised, and this process is of a process group.
+    """
+    control = ControlGroup(None)
+    there = next((one.device_mesh for one in module.parameters() if isinstance(one, DTensor)), None)
+    if there is not None:
+        localise(module, there, control)
+        return
+    if dist.is_initialized():
+        raise RuntimeError("Parallelise the module for its plan, or make the plan before this process is of a group.")
+    hook = sys.excepthook  # which torch replaces
+    dist.init_process_group("fake", rank=0, world_size=data * tensor)
+    try:
+        vars(module)["_device_mesh"] = mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=(DATA, TENSOR))
+        with torch.device("meta"):
+            getattr(module, "configure_model", bool)()
+        localise(module, mesh[TENSOR], control)
+    finally:
+        dist.destroy_process_group()
+        forget_meshes()
+        sys.excepthook = hook
+
+
+def localise(module: nn.Module, group: DeviceMesh, control: ControlGroup) -> None:
     """Put this rank's local tensors in the place of a module's DTensors: see [Note: local parameters].
 
     What is no DTensor is the same on all ranks of a tensor group from here on: it gets the values of the first.
@@ -87,7 +117,6 @@ def localise(module: nn.Module, mesh: DeviceMesh, control: ControlGroup) -> None
 
     Collective: every rank.
     """
-    group = mesh[TENSOR]
     made: dict[nn.Parameter, nn.Parameter] = {}
     split, refused = 0, ""
     for name, parameter in module.named_parameters():

@@ -94,7 +94,7 @@ class ParameterSpec:
     shape: tuple[int, ...]  # its full shape; ``()`` for a scalar
     dtype: torch.dtype  # its own dtype, which is the master dtype
     trainable: bool  # ``requires_grad``
-    # Tensors of its size that autograd has at once while it makes the gradient: several where parts of it are added up.
+    # Tensors of its size that autograd has at once for the gradient: several where parts are added up, or cut off.
     parts: int = 1
     part: Part | None = None  # of a larger tensor, or of a group that has it alike; ``None``: neither
 

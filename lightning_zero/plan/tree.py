@@ -63,10 +63,13 @@ class ModuleTree:
             for holder in held.holders:
                 held.paths += holder.paths
             held.above = frozenset().union(*held.paths)
+            part, layers, parts = held.spec.part, [holder.module for holder in held.holders], 1
             if held.spec.aliases:
-                layers = [holder.module for holder in held.holders]
                 linear = sum(type(layer) is nn.Linear for layer in layers)
                 parts = 3 if not all(map(sums_in_place, layers)) else 1 if linear < 2 else 2
+            if part is not None and part.dim == 0 and any(isinstance(layer, nn.Embedding) for layer in layers):
+                parts = max(2, parts) + part.ranks - 1  # torch makes the whole gradient, and takes its rows
+            if parts > 1:
                 held.spec = replace(held.spec, parts=parts)
 
     def _visit(self, module: nn.Module, name: str, above: tuple[int, ...]) -> int:

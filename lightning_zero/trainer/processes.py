@@ -239,8 +239,8 @@ class Processes:
 
     def _localise(self, module: nn.Module) -> None:
         """Let a module that is parallelised have parameters of this rank's own. Collective: every rank."""
-        if self._device_mesh is not None:
-            extension("tensor_parallel").localise(module, self._device_mesh, self.session.groups.control)
+        if (mesh := self._device_mesh) is not None:
+            extension("tensor_parallel").localise(module, mesh["tensor_parallel"], self.session.groups.control)
 
     def _adopt(self, optimizers: Sequence[Optimizer]) -> None:
         """Let optimizers of a module that is parallelised have these parameters. Local."""

@@ -43,6 +43,7 @@ OPTIONS = {
     "json": "Print everything as one JSON object.",
     "stage": "ZeRO stage: 1, 2 or 3. From trainer.strategy if not given.",
     "world_size": "Number of ranks. trainer.devices * trainer.num_nodes if not given.",
+    "tensor_parallel_size": "Neighbouring ranks that compute each layer together, or auto: those of a node.",
     "units": "Class names that become units.",
     "bucket_mib": "Size of a gradient bucket in MiB (stages 1 and 2).",
     "prefetch": "Units gathered ahead of the one that computes (stage 3).",

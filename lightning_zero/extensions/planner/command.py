@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -81,8 +82,10 @@ class Planner:
         # "auto" stands for an accelerator, as plans are made for other machines.
         self.on_host = config.trainer.accelerator == "cpu"
         self.settings, self.exchange, self.asked = plan_settings(config)
+        self.tensor = self.settings.pop("tensor_parallel_size")
+        self.ranks = self.settings["world_size"] * self.tensor
         precision = precision_of(config)
-        self.memory = memory_of(config, self.settings["world_size"])
+        self.memory = memory_of(config, self.ranks)
         self.speeds = [parsed(config, f"link_{name}", parse_speed) for name in ("between", "within")]
         if self.speeds[0] and config.trainer.num_nodes == 1:
             raise ValueError("--link-between is between nodes, and there is one: give --trainer.num_nodes.")
@@ -99,18 +102,24 @@ class Planner:
         self.measured, self.unknown = self._measured(precision, self.settings.pop("activations", None))
 
     def _module(self) -> nn.Module | None:
-        if self.config.hf_config is not None:
-            return adapted(model_of_config(self.config.hf_config), self.config)
-        if self.config.model is None:
-            if self.config.lora is not None:
+        config, parallel = self.config, self.asked.tensor_parallel_size is not None
+        if parallel and not (config.hf_config is config.lora is None):
+            raise ValueError("tensor_parallel_size needs --model (not --hf-config), and does not go with --lora.")
+        if config.hf_config is not None:
+            return adapted(model_of_config(config.hf_config), config)
+        if config.model is None:
+            if config.lora is not None:
                 raise ValueError("--lora needs the model, as adapters are as large as its layers: give --hf-config.")
             return None
         with torch.device("meta"):
-            only_model = Namespace(model=self.config.model)  # type: ignore[no-untyped-call]
+            only_model = Namespace(model=config.model)  # type: ignore[no-untyped-call]
             model: LightningModule = self._parser.instantiate(only_model).model
         with self._attached(model):
-            model.configure_model()
-        return adapted(model, self.config)
+            if parallel:
+                extension("tensor_parallel").plan_alone(model, self.settings["world_size"], self.tensor)
+            else:
+                model.configure_model()
+        return adapted(model, config)
 
     def _optimizer(self) -> OptimizerCost | None:
         """The configured one, or the one over most parameters that the model makes; ``None`` if neither is known."""
@@ -163,7 +172,7 @@ class Planner:
         answers: dict[str, Any] = {"estimated_stepping_batches": steps, "global_step": 0, "current_epoch": 0}
         answers |= {"global_rank": 0, "is_global_zero": True, "training": True, "logger": None, "loggers": []}
         model.trainer = SimpleNamespace(  # type: ignore[assignment]
-            **{name: trainer[name] for name in names}, **answers, world_size=self.settings["world_size"]
+            **{name: trainer[name] for name in names}, **answers, world_size=self.ranks
         )
         try:
             with torch.device(device):
@@ -185,9 +194,10 @@ class Planner:
         settings = {name: value for name, value in self.settings.items() if name not in ("placement", "offload")}
         settings["activations"] = self.measured and self.measured.total
         if self.model is None:
-            settings = {name: settings[name] for name in ("world_size", "param_dtype", "reduce_dtype")}
+            settings = {name: settings[name] for name in ("param_dtype", "reduce_dtype")}
         nodes, exchange = self.config.trainer.num_nodes, self.exchange if exchange is None else exchange
-        alone = self.settings["world_size"] == nodes > 1  # others read one another's memory
+        settings |= {"world_size": self.ranks, "tensor_parallel_size": self.tensor}
+        alone = nodes > 1 and (self.tensor > 1 or self.ranks == nodes)  # others read one another's memory
         return estimate_memory(
             self.config.parameters if self.model is None else self.model,
             optimizer=self.optimizer,
@@ -207,7 +217,7 @@ class Planner:
         node = ranks if 1 < ranks < world_size else None
         spans = dict.fromkeys((None, node, self.exchange["shard_within"]))
         exchanges: list[dict[str, Any]] = [{"shard_within": span} for span in spans]
-        exchanges += [{"secondary_shards": True}] if node else []
+        exchanges += [{"secondary_shards": True}] if node and self.tensor == 1 else []
         return ways_to_send([self.estimate(exchange) for exchange in exchanges], self.memory, self.speeds)
 
     def numbers(self) -> dict[str, Any]:
@@ -293,6 +303,7 @@ class PlanCLI(ZeroCLI):
         """Add what describes the model and the machine, and the settings of the plan."""
         types: dict[str, Any] = {"stage": Stage, "bucket_mib": PositiveFloat, "prefetch": NonNegativeInt}
         types |= {"units": list[str], "offload": Literal["host", "nvme", "none"]}
+        types["tensor_parallel_size"] = PositiveInt | Literal["auto"]
         types |= dict.fromkeys(("world_size", "batch_size", "sequence_length", "lora"), PositiveInt)
         for name, text in OPTIONS.items():  # all may be left out, and have their hyphens as hyphens too
             spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
@@ -333,21 +344,17 @@ def plan_settings(config: Namespace) -> tuple[dict[str, Any], dict[str, Any], Se
         given = StrategyRegistry[name]["init_params"] if name in StrategyRegistry else {}
     if isinstance(strategy, Namespace) and (given or name == "ZeroStrategy"):
         given = {**given, **arguments_of(strategy)}
-    names = ("stage", "units", "bucket_mib", "prefetch", "offload", "broadcast_buffers", "activations")
+    names = ["stage", "units", "bucket_mib", "prefetch", "offload", "broadcast_buffers", "activations"]
+    names += ["tensor_parallel_size", "data_parallel_size"]
     settings = {name: given[name] for name in names if given.get(name) is not None}
     exchange = {name: given[name] for name in ("shard_within", "compression", "secondary_shards") if given.get(name)}
-    for name in ("stage", "units", "bucket_mib", "prefetch"):
+    for name in ("stage", "units", "bucket_mib", "prefetch", "tensor_parallel_size"):
         if config[name] is not None:
             settings[name] = config[name]
     if "stage" not in settings:
         shown = strategy.class_path if isinstance(strategy, Namespace) else repr(strategy)
         raise ValueError(
             f"trainer.strategy is {shown}, which has no ZeRO stage: give --stage, or --trainer.strategy zero3"
-        )
-    if (tensor := given.get("tensor_parallel_size")) not in (None, 1):
-        raise ValueError(
-            f"trainer.strategy has tensor_parallel_size={tensor!r}, and the plan of a module does not divide its "
-            "layers: estimate a number of parameters, `estimate_memory(numel, tensor_parallel_size=...)` in Python."
         )
     stage = settings.pop("stage")  # one that is chosen at set-up shows as the last
     settings["placement"] = placement = Placement.from_stage(3 if stage == "auto" else stage)
@@ -365,10 +372,14 @@ def plan_settings(config: Namespace) -> tuple[dict[str, Any], dict[str, Any], Se
         raise ValueError(f"--world-size is needed: trainer.devices is {devices!r}.")
     world_size = config.world_size or devices * config.trainer.num_nodes
     hosts: int = config.trainer.num_nodes
-    exchange["shard_within"] = span = shard_span(asked.shard_within, world_size // hosts, world_size)
-    sent: dict[str, Any] = {"secondary_shards": asked.secondary_shards, "compression": asked.compression}
-    settings["placement"] = asked.placement.on_hosts(hosts, world_size, span=span, **sent)
-    settings["world_size"] = world_size
+    data, tensor = world_size, 1
+    if asked.tensor_parallel_size is not None:
+        data, tensor = extension("tensor_parallel").mesh_sizes(asked, world_size // hosts, world_size)
+    exchange["shard_within"] = span = shard_span(asked.shard_within, world_size // hosts // tensor, data)
+    placed = partial(asked.placement.on_hosts, hosts, data, span=span, compression=asked.compression)
+    settings["placement"] = placed(secondary_shards=asked.secondary_shards and tensor == 1)
+    settings |= {"world_size": data, "tensor_parallel_size": tensor}
+    settings.pop("data_parallel_size", None)
     return settings, exchange, asked
 
 

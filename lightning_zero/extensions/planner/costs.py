@@ -21,7 +21,7 @@ their reduction on, until gradients are cleared. Two things come and go beside t
   A parameter that is used in several places gets its gradient in parts, and autograd holds their sum until the last of
   them. Where linear layers and embeddings give them, they are added to the first one, which lies where it is collected,
   if its unit has that memory for itself. Elsewhere there are three for a moment: the sum so far, the last part, and
-  both together.
+  both together. Of an embedding whose rows tensor parallelism splits, torch makes the whole gradient on every rank.
 * In a step, the optimizer computes with temporary tensors.
 """
 
@@ -427,8 +427,10 @@ def _parts(spec: ParameterSpec, layout: FlatLayout, apart: bool, accelerator: bo
     ``apart``: the unit has its gradient slot alone, so that the first part may be collected there.
     """
     nbytes = spec.numel * layout.compute_dtype.itemsize
-    if not spec.aliases:
-        return nbytes, 0, nbytes
+    if not spec.aliases:  # on a CPU the slot of a parameter that has one alone is made for its gradient
+        alone = apart and not accelerator and len(layout.parameters) == 1
+        later = alone * layout.numel * layout.reduce_dtype.itemsize
+        return nbytes, 0, max(nbytes, nbytes * spec.parts - later)
     apart &= layout.compute_dtype.itemsize <= layout.reduce_dtype.itemsize and spec.parts < 3
     more = max(spec.parts, 1 + accelerator) - 1  # on a CPU an embedding's part is added row by row
     return nbytes, 0 if apart else nbytes, nbytes * more

@@ -6,8 +6,9 @@ Of n bytes that R hosts of S ranks gather or reduce, (R - 1) / R leave a host in
 where something is rounded or kept), of which the first sums up and hands on within hosts: a rank sends (S - 1) / S
 there. Rings, nccl's otherwise and DDP's, pass every host with all that a rank sends: (R S - 1) / (R S) leave it, and
 S - 1 of S ranks send as much within. Where shard groups lie within hosts, nothing leaves one but the all-reduces across
-groups, rings of a shard each; where they reach over several, their ranks exchange directly: S times as much leaves a
-host. Weights that a host's ranks keep (``Placement.keeping``) cross hosts once a step. Buffers count as gathered.
+groups, rings of a shard each; where they reach over several, their ranks exchange directly, as do those with the same
+part of a tensor-parallel model: S times as much leaves a host. Weights that a host's ranks keep
+(``Placement.keeping``) cross hosts once a step. Buffers count as gathered.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ from lightning_zero.extensions.planner.costs import (
     owners_of,
     stage_memory,
 )
+from lightning_zero.extensions.planner.measure import copied
 from lightning_zero.plan.layout import FlatLayout, residual_nbytes
 from lightning_zero.plan.plan import CollectiveTraffic, Plan, Traffic, UnitPlan
+from lightning_zero.registry import extension
 
 __all__ = [
     "MemoryEstimate",
@@ -144,8 +147,9 @@ class MemoryEstimate:
         kept = self.keeping is not None and name.startswith("zero3")
         hops = self.shard_within is None and (any(formats) or kept)
         rings = name == NONE or (self.accelerator and not hops)
-        leaving, within = on_links(self.stages[name].traffic, self.hosts, rings=rings, formats=formats)
-        return leaving * self.tensor_parallel_size, within
+        size, traffic = self.tensor_parallel_size, self.stages[name].traffic
+        leaving, within = on_links(traffic, self.hosts, rings=rings, formats=formats, direct=size > 1)
+        return leaving * size, within
 
     def recommend(
         self, device_nbytes: int, *, host_nbytes: int | None = None, activations_nbytes: int | None = None
@@ -291,7 +295,8 @@ def estimate_memory(
     Args:
         model: a module (on the meta device, if it is large), a plan, or a number of parameters such as ``"7.5B"``.
         world_size, hosts, micro_steps: ranks (a plan has its own); nodes of equal size; forwards per step.
-        tensor_parallel_size: of a node's ranks; for a number of parameters, all of which count as split.
+        tensor_parallel_size: of a node's ranks. A module is parallelised already, or in ``configure_model``, which a
+            copy of it runs on the meta device. A number of parameters counts as split.
         optimizer, dtype: see ``OptimizerCost.of``; the dtype of the parameters, where the model is a number.
         param_dtype, reduce_dtype: dtypes of computation and of gradient averaging; ``None``: the parameters' or plan's.
         accelerator: whether ranks use one, where torch's optimizers take more memory for a step unless they are fused.
@@ -322,9 +327,13 @@ def estimate_memory(
             f"tensor_parallel_size={size} does not divide the {world_size // max(1, hosts)} ranks of a node."
         )
     world_size //= size
-    if size > 1 and isinstance(model, nn.Module):
-        raise ValueError("With tensor_parallel_size give the number of parameters: a module is not divided here.")
-    exchange: dict[str, Any] = {"span": shard_within, "secondary_shards": secondary_shards, "compression": compression}
+    if size > 1 and cost.whole:
+        raise ValueError(f"{cost.name} steps on whole parameters, and tensor parallelism splits them: take AdamW.")
+    if size > 1 and isinstance(model, nn.Module) and not any(hasattr(one, "tensor_part") for one in model.parameters()):
+        model = copied(model, lambda tensor: tensor.detach().to("meta"))
+        extension("tensor_parallel").plan_alone(model, world_size, size)
+    exchange: dict[str, Any] = {"span": shard_within, "compression": compression}
+    exchange["secondary_shards"] = secondary_shards and size == 1  # which tensor-parallel ranks do not have
     # Optimizers of whole parameters do not go with offload from an accelerator: see optim/rules.py.
     kinds = {name: kind for name, kind in _STAGES.items() if not (kind[1] and cost.whole and accelerator)}
     kinds = {name: (where.on_hosts(hosts, world_size, **exchange), on) for name, (where, on) in kinds.items()}
@@ -353,7 +362,9 @@ def _of_plans(plans: Mapping[str, Plan], receive_buffer: bool, **told: Any) -> M
     layouts = first.trainable_layouts or first.layouts
     most = max(layouts, key=lambda layout: layout.parameter_numel, default=None)
     told["precision"] = _precision(most.dtype, most.compute_dtype, most.reduce_dtype) if most else NONE
-    told["tensor_parallel_size"] = size = _tensor_ranks(first)
+    size = _tensor_ranks(first)
+    if told.setdefault("tensor_parallel_size", size) != size:
+        raise ValueError(f"The module is parallelised over {size} ranks: give tensor_parallel_size={size}.")
     told |= {"numel": sum(math.prod(spec.whole_shape) for spec in first.parameters), "stages": stages}
     return MemoryEstimate(world_size=first.world_size * size, counted=True, **told)
 
@@ -376,7 +387,8 @@ def _without(plan: Plan, cost: OptimizerCost, accelerator: bool, activations: in
     copies = sum(s.numel * la.compute_dtype.itemsize for s, la in held if la.compute_dtype != la.dtype)
     # What is reached under several names is taken for tied: autograd holds the sum of its parts, and one more of them.
     raw = sum(size for spec, size in sizes if spec.aliases)
-    raw += max((size * (1 + bool(spec.aliases)) for spec, size in sizes), default=0)
+    several = ((size, spec.parts, bool(spec.aliases)) for spec, size in sizes)
+    raw += max((size * max(parts - tied, 1 + tied) for size, parts, tied in several), default=0)
     step = cost.step_nbytes([size for _, size in reversed(sizes)], accelerator)
     backward = replace(rest, weights=copies, raw_gradients=raw, activations=activations)
     peak = max(backward, replace(rest, temporaries=step), key=lambda memory: memory.total)
@@ -503,7 +515,7 @@ def parse_count(text: float | str) -> int:
 
 
 def on_links(
-    traffic: Traffic, hosts: int, *, rings: bool, formats: Sequence[str | None] = (None, None)
+    traffic: Traffic, hosts: int, *, rings: bool, direct: bool = False, formats: Sequence[str | None] = (None, None)
 ) -> tuple[int, int]:
     """Bytes that leave a host, weights and gradients in ``formats``, and that a rank sends in it: [Note: links]."""
     ranks, groups = traffic.world_size // hosts, traffic.world_size // traffic.group_size
@@ -515,7 +527,7 @@ def on_links(
         spanned, inside = max(1, size // ranks), min(size, ranks)  # hosts of a group, and its ranks on each
         if rings and spanned > 1:
             whole = out = whole * (size - 1) // size
-        elif spanned > 1 and size < traffic.world_size:
+        elif spanned > 1 and (direct or size < traffic.world_size):
             whole, out = whole // spanned, out * inside * (spanned - 1) // spanned
         else:
             out = out * (spanned - 1) // spanned

@@ -17,7 +17,7 @@ import random
 import sys
 import traceback
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -83,8 +83,10 @@ def measure_activations(
         policy, units: the strategy's ``activations`` and ``units``.
 
     Raises:
-        ValueError: if the step depends on values, or fails; saying where. And if the policy does not fit the model.
+        ValueError: if the step depends on values, is tensor-parallel or fails (saying where), or the policy is unfit.
     """
+    if any(hasattr(parameter, "tensor_part") for parameter in model.parameters()):
+        raise ValueError(f"Activations of a tensor-parallel {type(model).__name__} are not known: give their size.")
     policy = validate_activations(policy) or ActivationPolicy()
     again = () if policy.checkpointing is None else find_recomputed(model, policy.checkpointing, units)
     plan = Plan.build(model, stage=1, world_size=1, param_dtype=param_dtype, full_precision=full_precision)
@@ -117,6 +119,15 @@ def measure_activations(
         raise ValueError(f"{what}, because {why}{where}.") from error
 
 
+def copied(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy of a module with what ``make`` makes of its tensors, ties and all."""
+    leaves = (leaf for inner in module.modules() for leaf in tree_leaves(vars(inner)))
+    memo: dict[int, Any] = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+    for key, one in memo.items():
+        memo[key] = nn.Parameter(make(one), one.requires_grad) if isinstance(one, nn.Parameter) else make(one)
+    return copy.deepcopy(module, memo)
+
+
 class _Step(_torch.TorchDispatchMode):
     """A step of a copy of ``module``. What is saved and has ``host_from`` bytes or more goes to the host."""
 
@@ -130,13 +141,7 @@ class _Step(_torch.TorchDispatchMode):
         self._alive: dict[int, tuple[int, Any]] = {}  # storages' numbers, and what waits for their end
         self._changes: list[tuple[int, int]] = []  # a storage's number, and bytes
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        memo: dict[int, Any] = {}
-        for tensor in (leaf for inner in module.modules() for leaf in tree_leaves(vars(inner))):
-            if isinstance(tensor, Tensor) and id(tensor) not in memo:
-                fake = self._fake(tensor, dtypes.get(names.get(id(tensor), "")))
-                parameter = isinstance(tensor, nn.Parameter)
-                memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if parameter else fake
-        self.module: Any = copy.deepcopy(module, memo)
+        self.module: Any = copied(module, lambda one: self._fake(one, dtypes.get(names.get(id(one), ""))))
         for own, made in zip(module.modules(), self.module.modules(), strict=True):
             given = {"_trainer": vars(own).get("_trainer"), "_device": device}  # a LightningModule's, and a metric's
             vars(made).update({name: value for name, value in given.items() if name in vars(own)})

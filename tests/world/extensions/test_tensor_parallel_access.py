@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import gc
+import re
+import sys
+from collections.abc import Iterator
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_zero import CommunicationMonitor, MemoryMonitor, ema_update, estimate_memory, full_parameters
+from lightning_zero import (
+    CommunicationMonitor,
+    MemoryMonitor,
+    ZeroPrecision,
+    ema_update,
+    estimate_memory,
+    full_parameters,
+)
 from lightning_zero.extensions.monitors import memory_stats
+from lightning_zero.extensions.planner.estimate import MemoryEstimate
 from tests.helpers import split
+from tests.helpers.counting import LiveTensors
 from tests.helpers.world import run_world
 
 
@@ -41,7 +61,7 @@ class Watched(split.Split):
         strategy = self.trainer.strategy
         adapters = [strategy.adapter(optimizer) for optimizer in strategy.optimizers]
         self.held = memory_stats(strategy.engine, [tensor for adapter in adapters for tensor in adapter.tensors()])
-        self.plan = strategy.engine.plan
+        self.plan, self.receives = strategy.engine.plan, strategy.engine.collectives.receives
 
 
 def row_average(_: int) -> None:
@@ -50,11 +70,105 @@ def row_average(_: int) -> None:
         assert split.distance(expected, averaged(layout)) < 1e-12
 
 
+WIDE, WORDS = 128, 512
+
+
+class Wide(pl.LightningModule):
+    """So wide that the activations of two tokens, which no plan counts, are next to nothing.
+
+    Args:
+        tied: whether embedding and head are one tensor.
+    """
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.tied = tied
+
+    def configure_model(self) -> None:
+        if hasattr(self, "net"):
+            return
+        blocks = [split.Feed(WIDE, hidden) for hidden in (320, 384, 320, 384)]
+        head = nn.Linear(WIDE, WORDS, bias=False)
+        self.net = nn.Sequential(nn.Embedding(WORDS, WIDE), *blocks, nn.Linear(WIDE, WIDE), head)
+        plan: dict[str, Any] = {"0": RowwiseParallel(input_layouts=Replicate()), "6": ColwiseParallel()}
+        plan |= {f"{index}.up": ColwiseParallel() for index in range(1, 5)}
+        plan |= {f"{index}.down": RowwiseParallel() for index in range(1, 5)}
+        parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)  # type: ignore[index]
+        if self.tied:
+            head.weight = self.net[0].weight  # type: ignore[assignment]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens = torch.arange(2) + 2 * batch_idx + self.device_mesh["data_parallel"].get_local_rank()  # type: ignore[index]
+        return self.net(tokens).float().square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Held(LiveTensors):
+    """What an engine and its optimizer hold, and what operators make: with memory that other ranks read, which none
+    has made."""
+
+    def __init__(self, strategy: Any) -> None:
+        engine = self.engine = strategy.engine
+        flats = [flat for unit in engine.units for flat in unit.flats]
+        held = [buffer for unit in engine.units for buffer in getattr(unit, "buffers", ())]
+        held += [tensor for flat in flats for tensor in (flat.master, flat.weights)]
+        held += [tensor for bucket in engine._reducer.buckets for tensor in (bucket.resident, bucket.shard.there)]
+        held += [*engine.collectives.buffers, *strategy.adapter(strategy.optimizers[0]).tensors()]
+        super().__init__(tensor for tensor in held if tensor is not None)
+
+    def total(self) -> int:
+        lent = [buffer.memory for buffer in self.engine.means.pool if not self.knows(buffer.memory)]
+        return super().total() + sum(memory.nbytes for memory in lent)
+
+
+class Peak(pl.Callback):
+    """Bytes at the beginning of the second step, and the most that there are in it."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            gc.collect()
+            self.held = Held(trainer.strategy)
+            self.rest = self.held.most
+            self.held.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.held.__exit__(None, None, None)
+
+
+CELLS = [(precision, stage, False) for precision in ("32-true", "bf16-mixed") for stage in (1, 2, 3)]
+CELLS += [("32-true", 3, True)]
+
+
+def planned(precision: str, tied: bool, receives: bool) -> MemoryEstimate:
+    dtypes: dict[str, Any] = {}
+    if precision == "bf16-mixed":
+        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    settings: dict[str, Any] = {"units": ["Feed"], "prefetch": 1, "receive_buffer": receives}
+    return estimate_memory(Wide(tied), world_size=4, tensor_parallel_size=2, **settings, **dtypes)
+
+
+def row_peak(estimates: dict[Any, MemoryEstimate]) -> None:
+    """At rest, and at the worst moment, as the plan of the module says that was made before there were processes."""
+    for precision, stage, tied in CELLS:
+        module, peak = Wide(tied), Peak()
+        strategy = split.Layout(stage, 2, 2).strategy(units=["Feed"], prefetch=1)
+        engine = split.fit(strategy, module, 2, callbacks=[peak], plugins=ZeroPrecision(precision)).strategy.engine
+        receives = engine.collectives.receives
+        found = estimates[precision, tied, receives].stages[f"zero{stage}"]
+        where = f"{precision}, stage {stage}, rank {dist.get_rank()}: {found.peak}"
+        assert found == estimate_memory(engine.plan, receive_buffer=receives).stages[f"zero{stage}"], where
+        assert peak.rest == pytest.approx(found.rest.total, rel=0.02), where
+        assert peak.held.most == pytest.approx(found.peak.total, rel=0.02), where
+
+
 def row_planned(_: int) -> None:
     for stage in (1, 2, 3):
         module, memory, sent = Watched(), MemoryMonitor(), CommunicationMonitor()
         split.fit(split.Layout(stage, 2, 2), module, 4, callbacks=[memory, sent])
-        estimate = estimate_memory(module.plan, receive_buffer=True)
+        estimate = estimate_memory(module.plan, receive_buffer=module.receives)
         found = estimate.stages[f"zero{stage}"]
         assert module.held.total == pytest.approx(found.rest.total, rel=0.02)
         assert memory._held is not None
@@ -66,10 +180,103 @@ def row_planned(_: int) -> None:
         assert "of each tensor-parallel group of 2 one rank" in module.plan.describe()
 
 
-def rank(number: int) -> None:
+def rank(number: int, estimates: dict[Any, MemoryEstimate]) -> None:
     row_average(number)
     row_planned(number)
+    row_peak(estimates)
 
 
 def test_a_run_holds_and_sends_what_was_planned() -> None:
-    run_world(4, rank, timeout=200)
+    asked = {(precision, tied, receives) for precision, _, tied in CELLS for receives in (False, True)}
+    run_world(4, rank, {one: planned(*one) for one in asked}, timeout=200)
+
+
+# ------------------------------------------------------------------------------------------------- plans of one process
+
+
+def on_four(module: nn.Module, **settings: Any) -> MemoryEstimate:
+    return estimate_memory(module, **{"world_size": 4, "tensor_parallel_size": 2, **settings})
+
+
+def test_a_module_is_counted_as_a_rank_of_a_tensor_parallel_group_has_it() -> None:
+    """Half of the weights that are split, and all of norms, biases of sums, and a scalar: 1,889 + 192 + 1 elements."""
+    module, hook = split.Split(), sys.excepthook
+    found = on_four(module)
+    net, halved = split.Net(), ("embedding", "up.", "down.weight", "head")
+    own = sum(p.numel() // (2 if any(part in name for part in halved) else 1) for name, p in net.named_parameters())
+    assert found.stages["none"].rest.parameters == 8 * own
+    assert found.numel == sum(parameter.numel() for parameter in net.parameters())
+    assert (found.world_size, found.tensor_parallel_size) == (4, 2)
+    assert "4 ranks in tensor-parallel groups of 2" in found.describe()
+    # What was given, and the process, are as they were.
+    assert module.net is None
+    assert module.device_mesh is None
+    assert not dist.is_initialized()
+    assert sys.excepthook is hook
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Of four ranks, of which the others are not there."""
+    dist.init_process_group("fake", rank=0, world_size=4)
+    yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    dist.destroy_process_group()
+
+
+def test_a_parallelised_module_is_counted_by_its_local_parts(mesh: DeviceMesh) -> None:
+    """And nothing of it, or of the process's groups, is changed."""
+    module, default = split.Split(), dist.group.WORLD
+    module._device_mesh = mesh
+    module.configure_model()
+    before = {name: (id(parameter), dict(vars(parameter))) for name, parameter in module.named_parameters()}
+    found = on_four(module)
+    assert {name: (id(parameter), vars(parameter)) for name, parameter in module.named_parameters()} == before
+    assert dist.group.WORLD is default
+    assert isinstance(module.net.head.weight, DTensor)
+    with pytest.raises(ValueError, match="parallelised over 2 ranks: give tensor_parallel_size=2"):
+        on_four(module, tensor_parallel_size=4)
+    with pytest.raises(RuntimeError, match="before this process is of a group"):
+        on_four(split.Split())
+    dist.destroy_process_group()
+    assert found == on_four(split.Split())
+    dist.init_process_group("fake", rank=0, world_size=4)
+
+
+def test_a_mesh_of_a_plan_is_forgotten() -> None:
+    """Torch takes meshes of the same ranks for one: DTensors of a run would be of the plan's groups."""
+    on_four(split.Split())
+    dist.init_process_group("fake", rank=0, world_size=4)
+    try:
+        dist.new_group([0, 1])  # so that names of groups differ
+        own = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
+        module = split.Split()
+        module._device_mesh = own
+        module.configure_model()
+        for parameter in module.parameters():
+            if isinstance(parameter, DTensor):
+                assert parameter.device_mesh.get_group().group_name == own["tensor_parallel"].get_group().group_name
+    finally:
+        dist.destroy_process_group()
+
+
+class Unequal(split.Split):
+    def configure_model(self) -> None:
+        self.net = nn.Sequential(nn.Linear(3, 3))
+        parallelize_module(self.net, self.device_mesh["tensor_parallel"], {"0": ColwiseParallel()})  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("module", "settings", "message"),
+    [
+        (nn.Linear(2, 2), {}, "Linear has no parameter that is a DTensor: each of the 2 ranks"),
+        (BoringModel(), {}, "BoringModel has no parameter that is a DTensor"),
+        (Unequal(), {}, "'net.0.weight' has 3 rows in dimension 0, which 2 ranks cannot share equally"),
+        (split.Split(), {"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide the 4 ranks of a node"),
+        (split.Split(), {"hosts": 4}, "tensor_parallel_size=2 does not divide the 1 ranks of a node"),
+        (split.Split(), {"optimizer": "Muon"}, "Muon steps on whole parameters"),
+    ],
+)
+def test_what_cannot_be_planned_with_tensor_parallelism(module: Any, settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        on_four(module, **settings)
+    assert not dist.is_initialized()

@@ -30,6 +30,7 @@ from tests.helpers.script import ROOT
 MODEL = "--model=examples.language_model.ByteGPT"
 TWO = ("--world_size=2",)
 SMALL = (MODEL, "--model.dim=32", "--model.layers=2")
+PARALLEL = ("--model=examples.tensor_parallel.ByteLlama", "--model.dim=64", "--model.layers=2", "--model.heads=4")
 
 OWN = __name__
 
@@ -210,11 +211,60 @@ def test_plan_of_a_model_larger_than_any_memory() -> None:
         ([*TWO, "--parameters=1B", "--link-between=10Gb", "--link-within=10G"], "--link-within: a speed like"),
         ([*TWO, "--parameters=1B", "--link-between=10GiB/s", "--trainer.num_nodes=2"], "--link-between: a speed like"),
         ([*TWO, "--parameters=1B", "--link-between=10Gbit"], "there is one: give --trainer.num_nodes"),
+        ([*TWO, *SMALL, "--tensor-parallel-size=2"], "ByteGPT has no parameter that is a DTensor: each of the 2 ranks"),
+        ([*TWO, *PARALLEL, "--tensor-parallel-size=3"], "make a mesh of 0 x 3 ranks, and 2 run"),
+        ([*TWO, *PARALLEL, "--tensor-parallel-size=half"], "tensor_parallel_size"),
+        ([*TWO, *PARALLEL, "--tensor-parallel-size=2", "--lora=8"], "does not go with --lora"),
+        ([*TWO, "--hf-config=missing", "--tensor-parallel-size=2"], r"needs --model \(not --hf-config\)"),
     ],
 )
 def test_what_is_wrong_is_said(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     exits(2, *arguments)
     assert re.search(message, capsys.readouterr().err.partition("error:")[2])
+
+
+# -------------------------------------------------------------------------------------------------- tensor parallelism
+
+
+def test_a_tensor_parallel_model_is_planned_as_a_rank_has_it() -> None:
+    """``"auto"``: the ranks of a node. What is divided by them is divided once more by those with the same part."""
+    whole = plan_cli(*PARALLEL, "--world-size=8")
+    four = plan_cli(*PARALLEL, "--world-size=8", "--tensor-parallel-size=4")
+    auto = plan_cli(*PARALLEL, "--world-size=8", "--tensor-parallel-size=auto", "--trainer.num_nodes=2")
+
+    assert four.plan().fingerprint() == auto.plan().fingerprint()
+    assert four.plan().world_size == 2
+    split = [spec for spec in four.plan().parameters if spec.is_split]
+    assert {spec.numel * 4 for spec in split} == {spec.numel for spec in whole.plan().parameters if spec.numel >= 4096}
+    assert (four.estimate().numel, four.estimate().world_size) == (whole.estimate().numel, 8)
+    assert "8 ranks in tensor-parallel groups of 4" in four.describe()
+    assert "of each tensor-parallel group of 4 one rank" in four.describe()
+    assert four.optimizer.name == "AdamW"
+
+
+@pytest.mark.parametrize(("nodes", "receives"), [(1, False), (2, True)])
+def test_the_way_of_tensor_parallel_ranks_is_that_of_a_run(nodes: int, receives: bool) -> None:
+    """On CPUs: those of one node read one another's memory, of several they do not, and have no secondary shards."""
+    settings = ("--trainer.accelerator=cpu", "--trainer.devices=4", f"--trainer.num_nodes={nodes}")
+    cli = plan_cli(*PARALLEL, *settings, "--tensor-parallel-size=2", "--trainer.strategy.secondary_shards=true")
+    estimate = cli.estimate()
+    assert (estimate.stages["zero3"].rest.transport > 0) == receives
+    assert estimate.keeping is None
+    assert not any(way.secondary_shards for way in cli.ways())
+    assert cli.plan().placement.keeping is None
+
+
+def test_activations_of_a_tensor_parallel_model_are_not_measured() -> None:
+    settings = (
+        "--world-size=4",
+        "--tensor-parallel-size=2",
+        "--activations=measured",
+        "--data=examples.language_model.SourceText",
+    )
+    assert (
+        "Activations of a tensor-parallel ByteLlama are not known: give their size"
+        in plan_cli(*PARALLEL, *settings).describe()
+    )
 
 
 # ----------------------------------------------------------------------------------------------- configurations of runs
@@ -224,10 +274,7 @@ def test_what_is_wrong_is_said(capsys: pytest.CaptureFixture[str], arguments: li
 def test_every_example_s_configuration_is_planned_as_it_is(config: Path) -> None:
     """With its ``data`` block, of a class that only the script knows."""
     model = "examples.fine_tune.FineTunedGPT" if config.stem == "fine_tune" else "examples.language_model.ByteGPT"
-    if config.stem == "tensor_parallel":
-        with pytest.raises(ValueError, match="tensor_parallel_size=2, and the plan of a module does not divide"):
-            plan_cli(f"--model={model}", f"--config={config}")
-        return
+    model = "examples.tensor_parallel.ByteLlama" if config.stem == "tensor_parallel" else model
     cli = plan_cli(f"--model={model}", f"--config={config}")
 
     assert cli.plan().world_size == 2
