@@ -14,7 +14,8 @@ ways:      plain PyTorch, zero1, zero3 and FSDP2 at three sizes, as one rank of 
            backward and step apart: until the host has issued them (``issue``), and until the device has run them
            (``device``), each begun on an idle device. Of a step as it is: both, and how long the device is ``busy``.
 nccl:      a Trainer with clipping, accumulation and a checkpoint, on one rank and on two that share the GPU, which
-           nccl takes for two hosts; beside DDP. Then zero3 again with streams of each priority.
+           nccl takes for two hosts; beside DDP. Then zero3 again with streams of each priority, and in memory of
+           the process groups, which is refused where these have none.
 trace:     one step of each way for chrome://tracing or https://ui.perfetto.dev (``trace-WAY.json.gz``).
 offload:   copies to the host beside computing, and a step with and without offload.
 compiled:  as ``ways``, with compiled blocks.
@@ -254,14 +255,14 @@ def by_part(runner: Runner, task: Task, count: int) -> list[dict[str, float]]:
 
 
 def nccl(look: Look) -> None:
-    """Ranks in processes of their own: one, two, and two with each priority of streams."""
-    for world_size, priority in ((1, None), (2, None), (2, 0), (2, -1)):
-        if priority is not None and look.device == "cpu":
-            continue  # there are no streams
-        run_ranks(look, world_size, priority)
+    """Ranks in processes of their own: one, two, and two with each priority of streams, and in registered memory."""
+    for world_size, options in ((1, []), (2, []), (2, ["--priority=0"]), (2, ["--priority=-1"]), (2, ["--registered"])):
+        if options and look.device == "cpu":
+            continue  # there are no streams, and no such memory
+        run_ranks(look, world_size, options)
 
 
-def run_ranks(look: Look, world_size: int, priority: int | None) -> None:
+def run_ranks(look: Look, world_size: int, options: Sequence[str]) -> None:
     """Run ``rank`` in so many processes on the one device, for a third of the stage's time. One that fails ends all."""
     port, running, end = free_port(), [], time.monotonic() + look.seconds / 3
     for index in range(world_size):
@@ -269,10 +270,9 @@ def run_ranks(look: Look, world_size: int, priority: int | None) -> None:
         place |= {"GROUP_RANK": str(index), "LIGHTNING_ZERO_RANKS_PER_HOST": "1", "GLOO_SOCKET_IFNAME": "lo"}
         # Of two ranks on one device nccl says "Duplicate GPU", unless they are on two hosts.
         place |= {"NCCL_HOSTID": f"first-look-{index}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-        if priority is not None:
-            place |= {"TORCH_NCCL_HIGH_PRIORITY": str(int(priority < 0))}
-        command = look.command("--run", "rank", *(["--priority", str(priority)] if priority is not None else []))
-        environment = {**os.environ, **place}
+        if "--priority" in "".join(options):
+            place |= {"TORCH_NCCL_HIGH_PRIORITY": str(int("--priority=-1" in options))}
+        command, environment = look.command("--run", "rank", *options), {**os.environ, **place}
         running.append(subprocess.Popen(command, env=environment, preexec_fn=die_with_parent, stdout=sys.stdout))
     while None in (codes := [process.poll() for process in running]) and not any(codes) and time.monotonic() < end:
         time.sleep(0.1)
@@ -280,11 +280,14 @@ def run_ranks(look: Look, world_size: int, priority: int | None) -> None:
         process.kill()
         process.wait()
     if codes != [0] * world_size:
-        look.note(f"world {world_size}, priority {priority}", failed=f"ranks ended with {codes}, see nccl.log")
+        look.note(
+            f"world {world_size}, {' '.join(options) or 'as it is'}", failed=f"ranks ended with {codes}, see nccl.log"
+        )
 
 
-def rank(look: Look, priority: int | None) -> None:
-    """One rank: zero3, zero1 and DDP with numbers side by side, or zero3 with a priority of its streams."""
+def rank(look: Look, priority: int | None, registered: bool) -> None:
+    """One rank: zero3, zero1 and DDP with numbers side by side, or zero3 with a priority of its streams or with memory
+    that nccl has registered."""
     quiet()
     world_size, first = int(os.environ["WORLD_SIZE"]), os.environ["RANK"] == "0"
     if priority is not None and look.device == "cuda":
@@ -294,8 +297,10 @@ def rank(look: Look, priority: int | None) -> None:
             return stream(device, **{**options, "priority": priority})
 
         torch.cuda.Stream = prioritized  # type: ignore[misc, assignment]
-    makes: dict[str, Any] = {"zero3": partial(ZeroStrategy, 3, units=["Block"])}
-    if priority is None:
+    variant = priority is not None or registered
+    zero3 = partial(ZeroStrategy, 3, units=["Block"], allocate_memory_from_process_group=registered)
+    makes: dict[str, Any] = {"zero3": zero3}
+    if not variant:
         makes |= {"zero1": partial(ZeroStrategy, 1), "ddp": DDPStrategy}
     losses: dict[str, list[float]] = {}
     for name, make in makes.items():
@@ -305,7 +310,7 @@ def rank(look: Look, priority: int | None) -> None:
             trainer, clock = trained(look, make(), world_size, 2)
             losses[name] = [float(loss) for loss in trainer.lightning_module.losses]
             found: dict[str, Any] = {"step_ms": 1e3 * clock.median, "loss": losses[name][-1]}
-            if priority is not None:
+            if variant:
                 return found
             resumed, _ = trained(look, make(), world_size, 1)
             begin = time.perf_counter()
@@ -319,6 +324,7 @@ def rank(look: Look, priority: int | None) -> None:
             return found
 
         what = f"world {world_size}, {name}" + ("" if priority is None else f", streams of priority {priority}")
+        what += ", registered memory" * registered
         try:
             found = measure()
         except Exception as error:  # and this process, so that the others do not wait for it
@@ -471,11 +477,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=FOLDER / "first_look", help="folder of all files")
     parser.add_argument("--run", choices=[*STAGES, "rank"], help=argparse.SUPPRESS)  # in this process
     parser.add_argument("--priority", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--registered", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=0.0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     look = partial(Look, device=options.device, tiny=options.tiny, folder=options.output.resolve())
     if options.run == "rank":
-        rank(look("nccl", seconds=options.seconds), options.priority)
+        rank(look("nccl", seconds=options.seconds), options.priority, options.registered)
     elif options.run:
         begin(look(options.run, seconds=options.seconds))
     elif options.device == "cuda" and not torch.cuda.is_available():  # without beginning to use it

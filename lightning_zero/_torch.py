@@ -323,6 +323,12 @@ _get_gradient: Callable[[Tensor], Tensor | None] = getattr(Tensor.grad, "__get__
 _set_gradient: Callable[[Tensor, Tensor | None], None] = getattr(Tensor.grad, "__set__")  # noqa: B009
 
 
+def tensor_allocator(group: Any, device: torch.device) -> Any:
+    """The backend of a process group, if it allocates tensors on ``device`` that it can send from where they are."""
+    backend = group._get_backend(device)
+    return backend if backend.supports_tensor_alloc(device) else None
+
+
 def unflatten(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     """Views of a 1-D tensor, one after the other, in the shapes of ``tensors``, in one call."""
     return list(torch._C._nn.unflatten_dense_tensors(flat, tensors))

@@ -17,40 +17,12 @@ from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from lightning_zero.registry import extension
 
-__all__ = [
-    "ActivationsLike",
-    "ActivationPolicy",
-    "CheckpointLike",
-    "CheckpointPolicy",
-    "Compression",
-    "UnitsLike",
-    "HostOffload",
-    "LoaderPolicy",
-    "LoadersLike",
-    "MeshSize",
-    "NvmeOffload",
-    "Offload",
-    "OffloadLike",
-    "Placement",
-    "Residence",
-    "RoundedFormat",
-    "SessionSettings",
-    "ShardWithin",
-    "Stage",
-    "StageLike",
-    "Tier",
-    "TimeoutLike",
-    "Uneven",
-    "check_whole",
-    "parse_size",
-    "validate_activations",
-    "validate_bucket_mib",
-    "validate_loaders",
-    "validate_offload",
-    "validate_prefetch",
-    "validate_timeout",
-    "validate_units",
-]
+__all__ = ["ActivationsLike", "ActivationPolicy", "CheckpointLike", "CheckpointPolicy", "Compression", "UnitsLike"]
+__all__ += ["HostOffload", "LoaderPolicy", "LoadersLike", "MeshSize", "NvmeOffload", "Offload", "OffloadLike"]
+__all__ += ["Placement", "Residence", "RoundedFormat", "SessionSettings", "ShardWithin", "Stage", "StageLike", "Tier"]
+__all__ += ["TimeoutLike", "Uneven"]
+__all__ += ["check_whole", "parse_size", "validate_activations", "validate_bucket_mib", "validate_loaders"]
+__all__ += ["validate_offload", "validate_prefetch", "validate_timeout", "validate_units"]
 
 Stage = Literal[1, 2, 3]
 ShardWithin = Literal["node"] | int | None
@@ -229,8 +201,7 @@ class NvmeOffload:
         io_threads: threads that read and write on each rank.
         checksums: verify everything that is read, so that corruption on disk raises an error. Takes 2 KiB of host
             memory for each MiB in files.
-        threads: threads of the optimizer step on each rank; ``None``: the node's cores divided by its ranks, and on a
-            CPU no more than torch is set to.
+        threads: as for ``HostOffload``.
 
     Raises:
         ValueError: naming the setting.
@@ -551,6 +522,7 @@ class SessionSettings:
     activations: ActivationPolicy | None = None
     checkpoint: CheckpointPolicy = field(default_factory=CheckpointPolicy)
     broadcast_buffers: bool = True
+    allocate_memory_from_process_group: bool = False
     tensor_parallel_size: MeshSize | None = None
     data_parallel_size: MeshSize = "auto"
     automatic: bool = False  # the placement, and whether to offload, are chosen when the module is sharded
@@ -567,7 +539,7 @@ class SessionSettings:
         }
         for name, value in usable.items():
             object.__setattr__(self, name, value)
-        for name in ("broadcast_buffers", "secondary_shards"):
+        for name in ("broadcast_buffers", "secondary_shards", "allocate_memory_from_process_group"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if self.shard_within is not None and self.shard_within != "node":

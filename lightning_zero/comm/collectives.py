@@ -264,18 +264,10 @@ class Collectives(ABC):
         rank."""
 
     # The same verbs, as a wire carries them.
-
-    @abstractmethod
-    def _all_gather(self, *args: Any, **kwargs: Any) -> Pending: ...
-
-    @abstractmethod
-    def _reduce_scatter(self, *args: Any, **kwargs: Any) -> Pending: ...
-
-    @abstractmethod
-    def _all_to_all(self, *args: Any, **kwargs: Any) -> Pending: ...
-
-    @abstractmethod
-    def _broadcast(self, *args: Any, **kwargs: Any) -> Pending: ...
+    _all_gather: Callable[..., Pending]
+    _reduce_scatter: Callable[..., Pending]
+    _all_to_all: Callable[..., Pending]
+    _broadcast: Callable[..., Pending]
 
 
 Totals = ControlGroup | Collectives

@@ -28,13 +28,13 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero._torch import all_gather_single, reduce_scatter_single, untracked
+from lightning_zero._torch import all_gather_single, reduce_scatter_single, tensor_allocator, untracked
 from lightning_zero.comm.collectives import Collectives, Content, LocalCollectives, Pending
 from lightning_zero.comm.control import ABOUT_GRADIENTS, LOOK_SECONDS, naming_failures, passed_on, verdict
 from lightning_zero.comm.groups import Groups, connections, places_by_host
@@ -145,11 +145,22 @@ class NativeCollectives(Collectives):
         """A transfer that ends with what was issued so far on the current stream."""
         return Pending(what, self.streams.mark(), self.streams, keep)
 
+    @property
+    def registered(self) -> bool:
+        """Whether all that is gathered and reduced lies in memory that the process groups allocate and register."""
+        return isinstance(self.asked, Exchange) and self.asked.allocate_memory_from_process_group
+
+    def lend(self, nbytes: int, gathered: bool = False) -> Tensor | None:
+        if not self.registered:
+            return None
+        allocator = tensor_allocator(self.groups.gather if gathered else self.groups.reduce, self.device)
+        return cast(Tensor, allocator.allocate_tensor(nbytes, dtype=torch.uint8, device=self.device))
+
     def _all_gather(
         self, buffer: Tensor, what: str, source: Tensor | None, version: int | None, content: Content
     ) -> Pending:
         with self.streams.gathering():
-            if source is None or source.dtype != buffer.dtype:
+            if source is None or source.dtype != buffer.dtype or self.registered:
                 own = self.own_range(buffer)
                 source = own if source is None else own.copy_(source)
             all_gather_single(buffer, source, group=self.groups.gather)
@@ -159,7 +170,10 @@ class NativeCollectives(Collectives):
         with self.streams.reducing():
             if bucket.dtype == torch.float16:
                 divide(bucket, self.groups.divisor)
-            reduce_scatter_single(shard, bucket, group=self.groups.reduce)
+            own = self.own_range(bucket) if self.registered else shard
+            reduce_scatter_single(own, bucket, group=self.groups.reduce)
+            if own is not shard:
+                shard.copy_(own)
             if bucket.dtype != torch.float16:
                 divide(shard, self.groups.divisor)
             return self._behind(what, (bucket, shard))
@@ -436,6 +450,7 @@ class Exchange(NamedTuple):
     compression: Compression | None = None
     secondary_shards: bool = False
     """Whether a host keeps what comes from others to be computed with: see ``extensions/hops``."""
+    allocate_memory_from_process_group: bool = False
 
 
 _AS_IT_IS = Exchange()
@@ -456,17 +471,23 @@ def choose_collectives(
     for name, value in asked.items():
         if value and device.type != "cpu" and not streams.beside:
             raise ValueError(f"{name} is for CPU and CUDA ranks, and these compute on {device.type}: leave it out.")
-    wire: Collectives = (
-        LocalCollectives(streams) if groups.shard.world_size == 1 else _chosen(groups, streams, exchange)
-    )
+    wire: Any = LocalCollectives(streams) if groups.shard.world_size == 1 else _chosen(groups, streams, exchange)
     wire.asked = exchange
-    return wire
+    if exchange.allocate_memory_from_process_group and wire.world_size > 1:
+        able = type(wire) is NativeCollectives and tensor_allocator(groups.gather, device) is not None
+        if groups.control.agree_any(not able):
+            raise ValueError(
+                "allocate_memory_from_process_group needs process groups with memory of their own: nccl's on GPUs with "
+                "NVLink SHARP, and neither compression nor secondary_shards between nodes. Leave it out."
+            )
+        wire.lend(1), wire.lend(1, gathered=True)  # connects the groups, which takes all ranks at once
+    return cast(Collectives, wire)
 
 
 def _chosen(groups: Groups, streams: Streams, exchange: Exchange) -> Any:
     on_cpu = streams.device.type == "cpu" and not streams.beside
     direct = GlooCollectives if on_cpu else NativeCollectives
-    asked = exchange if any(exchange) and len(groups.find_hosts()) > 1 else _AS_IT_IS
+    asked = exchange if any(exchange[:2]) and len(groups.find_hosts()) > 1 else _AS_IT_IS
 
     def between_hosts(wire: NativeCollectives, averages: bool = False) -> Any:
         """A wire as it is, or what makes fewer bytes of it."""

@@ -98,7 +98,9 @@ class ZeroSession:
         if settings.shard_within == "node":
             groups.check_hosts()
         self.device, self.local_rank, self.local_ranks = device, local_rank, local_ranks
-        exchange = Exchange(settings.compression, settings.secondary_shards)
+        exchange = Exchange(
+            settings.compression, settings.secondary_shards, settings.allocate_memory_from_process_group
+        )
         self.wire = wire or partial(choose_collectives, exchange=exchange)
         self.checkpoints = Checkpoints(settings.checkpoint, groups)
         self._engine: ZeroEngine | None = None
@@ -145,7 +147,9 @@ class ZeroSession:
         convert = dtypes.convert_module if cast else lambda module: module
         if existing is not None:
             settings = self.settings
-            exchange = Exchange(settings.compression, settings.secondary_shards)
+            exchange = Exchange(
+                settings.compression, settings.secondary_shards, settings.allocate_memory_from_process_group
+            )
             had = (existing.device, existing.plan.offload, existing.collectives.asked)
             fits = had == (self.device, settings.offload, exchange) and not settings.automatic
             fits = fits and not dtypes.would_cast(module) and existing.names.keys() >= {*module.parameters()}

@@ -111,7 +111,8 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         timeout: how long a rank waits for the others before it raises, as a timedelta or in seconds; also for their
             part of a checkpoint.
         settings: ``units``, ``shard_within``, ``compression``, ``secondary_shards``, ``bucket_mib``, ``prefetch``,
-            ``offload``, ``activations``, ``checkpoint`` and ``broadcast_buffers``, as for ``ZeroStrategy``.
+            ``offload``, ``activations``, ``checkpoint``, ``broadcast_buffers`` and
+            ``allocate_memory_from_process_group``, as for ``ZeroStrategy``.
 
     Raises:
         TypeError: for an unknown argument. docs/migrating.md has those of other strategies.

@@ -99,6 +99,8 @@ class ZeroStrategy(Processes, ParallelStrategy):
         checkpoint: what checkpoints contain and where the initial weights come from. Or the format alone.
         loaders: what to do when some ranks run out of batches before others. Or one word, for all loaders.
         broadcast_buffers: broadcast rank 0's buffers (running statistics) whenever DDP would.
+        allocate_memory_from_process_group: take what is sent from memory of the process groups, which nccl registers
+            (GPUs with NVLink SHARP). Such memory is not shared with activations.
         tensor_parallel_size: so many neighbouring ranks compute each layer together, which ``configure_model``
             parallelises over ``self.device_mesh["tensor_parallel"]``, or ``"auto"``: those of a node. They get the
             same batches; each shards its part of the layers with the ranks that have the same part.
@@ -136,6 +138,7 @@ class ZeroStrategy(Processes, ParallelStrategy):
         checkpoint: CheckpointLike = _DEFAULT_POLICY,
         loaders: LoadersLike = _DEFAULT_LOADERS,
         broadcast_buffers: bool = True,
+        allocate_memory_from_process_group: bool = False,
         tensor_parallel_size: MeshSize | None = None,
         data_parallel_size: MeshSize = "auto",
         accelerator: Accelerator | None = None,
@@ -158,6 +161,7 @@ class ZeroStrategy(Processes, ParallelStrategy):
             activations=activations,
             checkpoint=checkpoint,
             broadcast_buffers=broadcast_buffers,
+            allocate_memory_from_process_group=allocate_memory_from_process_group,
             tensor_parallel_size=tensor_parallel_size,
             data_parallel_size=data_parallel_size,
         )

@@ -3,6 +3,8 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
 
+#include <set>
+
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 namespace py = pybind11;
@@ -57,6 +59,17 @@ struct SimulatedNccl : Backend {
   c10::intrusive_ptr<Backend> in;
   SimulatedNccl(c10::intrusive_ptr<Backend> b) : Backend(b->getRank(), b->getSize()), in(b) {}
   const std::string getBackendName() const override { return "nccl"; }
+  std::set<void*> own;  // what it has allocated, and all that it gathers and reduces where SIMULATED_NVLS is set
+  bool supportsTensorAlloc(c10::DeviceIndex) override { return std::getenv("SIMULATED_NVLS") != nullptr; }
+  Tensor allocateTensor(long size, at::TensorOptions options) override {
+    auto memory = at::empty({size}, options);
+    own.insert(memory.storage().mutable_data());
+    return memory;
+  }
+  void check(const Tensor& o, const Tensor& i) {
+    for (auto& t : {o, i})
+      TORCH_CHECK(!supportsTensorAlloc(0) || own.count(t.storage().mutable_data()), "Not memory of this process group");
+  }
   P done(const V& o) { return c10::make_intrusive<Done>(o, rank_, OpType::UNKNOWN); }
   void avg(ReduceOp& op, bool& a) {
     a = op == ReduceOp::AVG;
@@ -93,12 +106,14 @@ struct SimulatedNccl : Backend {
     return done(o[0]);
   }
   P _allgather_base(Tensor& o, Tensor& i, const AllgatherOptions& p) override {
+    check(o, i);
     auto ho = down(o), hi = down(i);
     in->_allgather_base(ho, hi, p)->wait();
     up(o, ho);
     return done({o});
   }
   P _reduce_scatter_base(Tensor& o, Tensor& i, const ReduceScatterOptions& p) override {
+    check(o, i);
     auto hi = down(i);
     down(o);
     TORCH_CHECK(o.dtype() == i.dtype());

@@ -120,9 +120,10 @@ class Model(pl.LightningModule):
 
 module = Model()
 options = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-strategy = ZeroStrategy(3, shard_within=2, units=["Sequential"])
-trainer = pl.Trainer(accelerator=device, devices=4, strategy=strategy, max_epochs=1, use_distributed_sampler=False,
-                     **options)
+settings = json.loads(sys.argv[2])
+strategy = ZeroStrategy(units=["Sequential"], **settings)
+trainer = pl.Trainer(accelerator=device, devices=int(os.environ["SIMULATED_GPUS"]), strategy=strategy, max_epochs=1,
+                     use_distributed_sampler=False, **options)
 data = [torch.randn(4, 9, generator=torch.Generator().manual_seed(i)) for i in range(4)]
 trainer.fit(module, DataLoader(data, batch_size=None))
 if trainer.global_rank == 0:
@@ -161,13 +162,31 @@ def test_shard_groups_on_it_have_the_numbers_of_the_cpu(tmp_path: Path, monkeypa
     monkeypatch.setenv("SIMULATED_GPUS", "4")
     found = []
     for device in ("gpu", "cpu"):
-        run = start(str(program), device)
+        run = start(str(program), device, json.dumps({"shard_within": 2}))
         assert run.returncode == 0, run.stderr
         found.append(json.loads(next(line for line in run.stdout.splitlines() if line.startswith('{"losses"'))))
     assert found[0]["losses"] == found[1]["losses"]
     urgent = {name: count for name, priority, count in found[0]["calls"] if priority == -1}
     assert urgent == {"all_reduce": 12, "reduce_scatter_single": 12}  # of three buckets in four steps
     assert all(name == "all_reduce" for name, priority, _ in found[0]["calls"] if priority != -1)  # of Lightning
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA of its own")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_process_groups_send_from_and_into_memory_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which the simulated nccl insists on where it has some. Without it the setting is refused by name."""
+    program = tmp_path / "program.py"
+    program.write_text(IN_GROUPS)
+    monkeypatch.setenv("SIMULATED_GPUS", "2")
+    plain = start(str(program), "gpu", "{}")
+    settings = json.dumps({"allocate_memory_from_process_group": True})
+    refused = start(str(program), "gpu", settings)
+    assert "allocate_memory_from_process_group needs process groups with memory of their own" in refused.stderr
+    monkeypatch.setenv("SIMULATED_NVLS", "1")
+    registered = start(str(program), "gpu", settings)
+    assert registered.returncode == 0, registered.stderr
+    found = [[line for line in run.stdout.splitlines() if '{"losses"' in line] for run in (plain, registered)]
+    assert found[0] == found[1] != []
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="torch has no CUDA of its own")

@@ -167,9 +167,10 @@ def test_an_unknown_option_in_yaml(
 
 
 def test_a_setting_out_of_range_is_named() -> None:
-    for arguments, name in (({"stage": 4}, "stage"), ({"bucket_mib": 0}, "bucket_mib"), ({"prefetch": -1}, "prefetch")):
+    wrong = {"stage": 4, "bucket_mib": 0, "prefetch": -1, "allocate_memory_from_process_group": "nccl"}
+    for name, value in wrong.items():
         with pytest.raises(ValueError, match=name):
-            ZeroStrategy(**arguments)  # type: ignore[arg-type]
+            ZeroStrategy(**{name: value})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="overlap_comm"):
         ZeroStrategy(overlap_comm=True)  # type: ignore[call-arg]
 
@@ -280,6 +281,10 @@ def test_what_cannot_work_is_refused_by_name() -> None:
             for stage in (1, 3)
         ),
         refused(lambda rank: fit(Manual(unsynchronised), 1), *between),
+        refused(
+            lambda rank: fit(Module(), ZeroStrategy(3, allocate_memory_from_process_group=True)),
+            *("ValueError", "allocate_memory_from_process_group needs process groups with memory of their own"),
+        ),
         *map(read_between_phases, READS),
         an_in_place_change_where_it_is_allowed_is_kept(),
     )
