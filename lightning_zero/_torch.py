@@ -183,6 +183,9 @@ def storage_key(tensor: Tensor) -> int:
         return 0
 
 
+storage_address: Callable[[Tensor], int] = getattr(torch._C, "_storage_address")  # noqa: B009
+"""The same of what has memory, past all that user code may see. Makes no object for it, which takes a microsecond."""
+
 users_of: Callable[[int], int] = torch._C._storage_Use_Count
 """How many tensors hold the memory of a ``storage_key``, which has to be there, and one more."""
 

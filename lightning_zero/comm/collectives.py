@@ -82,7 +82,7 @@ class Pending:
             if self.done:
                 return
             self._arrive()
-            if self._streams is not None:
+            if self._event is not None and self._streams is not None:
                 self._streams.wait(self._event)
             if self._finishing:
                 with untracked():

@@ -20,14 +20,7 @@ from lightning_zero.engine.agreement import ExternalWrites
 from lightning_zero.engine.reducer import GradientBucket
 from lightning_zero.engine.unit import ReplicatedUnit, ShardedUnit
 from lightning_zero.errors import ParameterAccessError
-from lightning_zero.shards.binding import (
-    Binding,
-    absent_in_rank,
-    get_data,
-    get_gradient,
-    is_absent,
-    set_gradient,
-)
+from lightning_zero.shards.binding import Binding, absent_in_rank, get_data, get_gradient, is_absent, set_gradient
 from lightning_zero.shards.sharded import ShardedTensor, Source
 from lightning_zero.shards.slice import Slice
 

@@ -29,6 +29,7 @@ from lightning_zero._torch import (
     opaque_to_dynamo,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
+    storage_address,
     top_saved_tensor_hooks,
 )
 from lightning_zero.comm import Streams
@@ -141,11 +142,14 @@ class SavedTensorGuard:
 
         def pack(tensor: Tensor) -> Any:
             try:
-                buffer = buffers.get(tensor.untyped_storage()._cdata)
+                buffer = buffers.get(storage_address(tensor))
             except NotImplementedError:  # it has no memory of its own: see ``storage_key``
                 buffer = None
             if buffer is not None and (unit := buffer.unit) is not None:
-                place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+                place = unit.places.get(id(tensor))
+                if place is None:  # a view: the same object for all like it, which is less for the collector
+                    place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+                    place = unit.places.setdefault(place, place)
                 return _new(_Saved, (unit, place, unit.version))
             if wrappers and (inside := wrappers.get(type(tensor))) is not None:
                 inner, wrap = inside(tensor)

@@ -36,11 +36,7 @@ from lightning_zero.engine.reducer import GradientBucket
 from lightning_zero.engine.tied import TiedLayer, tied_layers
 from lightning_zero.engine.unit import ReplicatedUnit, ShardedUnit, Unit
 from lightning_zero.errors import ParameterAccessError, ZeroError
-from lightning_zero.shards.binding import (
-    get_gradient,
-    is_absent,
-    set_gradient,
-)
+from lightning_zero.shards.binding import get_gradient, is_absent, set_gradient
 
 __all__ = ["EngineHooks", "ForwardCall", "hook_outputs", "unhooked", "warn_of_formats"]
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from lightning_zero._torch import forward_hooks, untracked, version_of
+from lightning_zero._torch import forward_hooks, no_subclasses, untracked, version_of
 from lightning_zero.comm import Content, Pending, Streams
 from lightning_zero.comm.streams import Event
 from lightning_zero.config import Tier
@@ -53,9 +53,8 @@ class Unit:
         self.held = False
         """Whether the user's parameters show full values of their own (``full_parameters``), and must go on to."""
         placeholders = [placeholder for flat in flats for placeholder in flat.placeholders]
-        kinds = list(map(original_kind, self.parameters))
-        self._kinds = list(map(shown_kind, kinds))  # while they show values
-        self._absent: list[Bound] = list(zip(self.parameters, placeholders, map(absent_kind, kinds), strict=True))
+        kinds = map(absent_kind, map(original_kind, self.parameters))
+        self._absent: list[Bound] = list(zip(self.parameters, placeholders, kinds, strict=True))
         self._versions = list(map(version_of, self.parameters))
 
     @property
@@ -72,12 +71,14 @@ class Unit:
         """Each of the user's parameters, the view of ``buffers`` that holds its full value, and its class then."""
         pairs = zip(buffers, self.flats, strict=True)
         views = [view for buffer, flat in pairs for view in views_of(buffer, flat.layout)]
-        return list(zip(self.parameters, views, self._kinds, strict=True))
+        kinds = map(shown_kind, map(original_kind, self.parameters))
+        return list(zip(self.parameters, views, kinds, strict=True))
 
     @property
     def written(self) -> bool:
         """Whether user code has written to parameters since ``forget_written``. Only while they show values."""
-        return list(map(version_of, self.parameters)) != self._versions
+        with no_subclasses():  # as in ``show``
+            return list(map(version_of, self.parameters)) != self._versions
 
     def forget_written(self) -> None:
         """Begin anew to look for writes to parameters."""
@@ -195,6 +196,8 @@ class ShardedUnit(Unit):
         self.holders: list[tuple[nn.Module, str, str, nn.Parameter]] = []
         """Where each parameter is an attribute: the module, the name there, and the full one."""
         self.storage: Buffer | None = None  # where the full parameters are
+        self.places: dict[Any, SavedPlace] = {}
+        """What of its buffer a parameter shows, by its id, and views that were saved, by themselves."""
         self.pending: list[Pending] = []  # transfers that still write there
         self.pins = 0  # who computes with them
         self.content = 0
@@ -285,7 +288,7 @@ class ShardedUnit(Unit):
         if self.pins > 0:
             return False
         try:
-            if not self.held and list(map(version_of, self.parameters)) != self._versions:
+            if not self.held and self.written:
                 self.refuse_written()
         finally:
             if not self.held:
@@ -327,9 +330,6 @@ class ShardedUnit(Unit):
         """What autograd has saved as ``place``, where the full parameters are now."""
         if self.storage is None:
             raise RuntimeError(f"The weights of unit '{self.name}' cannot be read. {REPORT}")
-        found: Tensor | None = self.storage.made.get(place)
-        if found is not None:
-            return found
         offset, shape, stride, dtype = place
 
         def make(memory: Tensor) -> tuple[Tensor, int]:
@@ -355,4 +355,5 @@ class ShardedUnit(Unit):
         layouts = [flat.layout for flat in self.flats]
         buffers = carve(memory, layouts, [layout.compute_dtype for layout in layouts])
         bound = self._bindings(buffers)
+        self.places = {id(p): (v.storage_offset(), v.shape, v.stride(), v.dtype) for p, v, _ in bound}
         return (buffers, bound), len(buffers) + len(bound)

@@ -69,16 +69,18 @@ Bound = tuple[nn.Parameter, Tensor, type[nn.Parameter]]
 
 def show(bound: Iterable[Bound]) -> None:
     """Let parameters be tensors that hold their values."""
-    for parameter, value, kind in bound:
-        parameter.__class__ = kind
-        set_data(parameter, value)
+    with no_subclasses():  # else torch looks at each class for a function of its own
+        for parameter, value, kind in bound:
+            parameter.__class__ = kind
+            set_data(parameter, value)
 
 
 def hide(bound: Iterable[Bound]) -> None:
-    """Let parameters stand for values that are not there. In this order: while absent they would ask about it."""
-    for parameter, placeholder, kind in bound:
-        set_data(parameter, placeholder)
-        parameter.__class__ = kind
+    """Let parameters stand for values that are not there."""
+    with no_subclasses():
+        for parameter, placeholder, kind in bound:
+            set_data(parameter, placeholder)
+            parameter.__class__ = kind
 
 
 _BINDINGS: dict[int, ref[Binding]] = {}  # by id of the parameter, which its binding keeps alive
