@@ -59,6 +59,7 @@ from lightning_zero.trainer.strategy import ZeroStrategy
 _OF_EXTENSIONS = {
     "AdamW8bit": "eight_bit",
     "CommunicationMonitor": "monitors",
+    "InstabilityMonitor": "monitors",
     "MemoryMonitor": "monitors",
     "estimate_memory": "planner",
     "measure_activations": "planner",
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
 
     AdamW8bit: Any
     CommunicationMonitor: Any
+    InstabilityMonitor: Any
     MemoryMonitor: Any
     estimate_memory: Any
     measure_activations: Any
@@ -96,6 +98,7 @@ __all__ = [
     "CommunicationMonitor",
     "Compression",
     "HostOffload",
+    "InstabilityMonitor",
     "LoaderPolicy",
     "MemoryMonitor",
     "NoBatch",

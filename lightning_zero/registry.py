@@ -25,7 +25,7 @@ EXTENSIONS = {
     "formats": "checkpoints of DeepSpeed, safetensors, and models of Hugging Face",
     "hops": "communication in two hops, within a host and between hosts, and secondary shards",
     "inspection": "`lightning-zero inspect`, `verify_checkpoint` and checksums compared on resuming",
-    "monitors": "`MemoryMonitor` and `CommunicationMonitor`",
+    "monitors": "`MemoryMonitor`, `CommunicationMonitor` and `InstabilityMonitor`",
     "nvme": "offload to files (`NvmeOffload`)",
     "partitioned_activations": "activations split over a tensor-parallel group (`ActivationPolicy(partition=True)`)",
     "planner": '`lightning-zero plan`, `estimate_memory`, `measure_activations` and `strategy="zero"`',

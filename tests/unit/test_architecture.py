@@ -18,14 +18,14 @@ PACKAGE = ROOT / "lightning_zero"
 # ---------------------------------------------------------------------------------------------------------------------
 # Limits. A number here falls as the code does, and is never raised to let something pass.
 
-CORE_LINES = 23_408 + 39 + 26 + 19  # state of blocks; a stage that is chosen; an end of waits for who never connects
+CORE_LINES = 23_408 + 39 + 26 + 19 + 3  # state of blocks; a stage that is chosen; an end of waits for who never connects
 CORE_FILES = 84
 # Tensor parallelism, shared memory between its shard groups, activations split by it; 8-bit states; a chosen stage;
 # plans of tensor-parallel modules.
-EXTENSION_LINES = 9_500 + 582 + 283 + 290 + 60
+EXTENSION_LINES = 9_500 + 582 + 283 + 290 + 60 + 340
 CIRCLES_OF_PACKAGES = 0
 CIRCLES_OF_MODULES = 0
-FILES_WITH_HOOKS = 4
+FILES_WITH_HOOKS = 5  # one is a monitor, which looks at what units return
 ATTRIBUTES = 15
 OF_LIGHTNING = {"model", "_launcher", "_precision_plugin"}  # which its strategies have, and ours assign
 # Classes that are to be made smaller, and how many they have.
@@ -378,6 +378,7 @@ def test_public_names_are_frozen() -> None:
             "CommunicationMonitor",
             "Compression",
             "HostOffload",
+            "InstabilityMonitor",
             "LoaderPolicy",
             "MemoryMonitor",
             "NoBatch",
