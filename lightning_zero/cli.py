@@ -24,12 +24,13 @@ _COMMANDS = {
     "plan": "print how a model would be sharded over ranks, and the memory that takes; allocates nothing",
     "inspect": "print what is inside a checkpoint and verify its files",
     "consolidate": "write a checkpoint as one ordinary file, or as safetensors",
+    "doctor": "check what of this machine, or of the ranks of a job, will hurt a training, and say what to do",
     "fit": "train",
     "validate": "one pass over the validation data",
     "test": "one pass over the test data",
     "predict": "predictions for the predict data",
 }
-_OF_EXTENSIONS = {"plan": "planner", "inspect": "inspection"}
+_OF_EXTENSIONS = {"plan": "planner", "doctor": "doctor", "inspect": "inspection"}
 _TOOLS = {"consolidate", *_OF_EXTENSIONS}
 _RUN_OPTIONS = {
     "config FILE": "A configuration file. Options after it override it.",
@@ -111,7 +112,7 @@ def answer_early() -> None:
     if program in (("lightning_zero",) if argv[0] == "-m" else ("lightning-zero", "lightning-zero.exe")):
         try:
             command = _command(argv[1:])
-            if command in ("inspect", "consolidate"):
+            if command in ("doctor", "inspect", "consolidate"):
                 _run_tool(command, argv[2:])
                 raise SystemExit(0)
         except ExtensionError as error:
@@ -216,11 +217,8 @@ def _consolidate_parser() -> argparse.ArgumentParser:
     state = "leave the state of optimizers, schedulers and callbacks out of a .ckpt; safetensors never hold it"
     add("--weights-only", "--weights_only", action="store_true", help=state)
     add("--prefix", metavar="PREFIX", help="cut the name of this module off the weights' names: model, or model.")
-    add(
-        "--base",
-        metavar="BASE",
-        help="the pretrained model that adapters in SOURCE were trained on, if it is not there",
-    )
+    base = "the pretrained model that adapters in SOURCE were trained on, if it is not there"
+    add("--base", metavar="BASE", help=base)
     add("--overwrite", action="store_true", help="replace what OUT has already; never the source")
     return parser
 

@@ -22,6 +22,7 @@ EXTENSIONS = {
     "closures": "optimizers that need a closure in their step (LBFGS, SAM)",
     "compression": "quantised communication (`Compression`)",
     "eight_bit": "`AdamW8bit`",
+    "doctor": "`lightning-zero doctor`",
     "formats": "checkpoints of DeepSpeed, safetensors, and models of Hugging Face",
     "hops": "communication in two hops, within a host and between hosts, and secondary shards",
     "inspection": "`lightning-zero inspect`, `verify_checkpoint` and checksums compared on resuming",

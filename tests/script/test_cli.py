@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import multiprocessing
 import os
 import re
+import signal
 import sys
+import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -15,7 +24,9 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_zero import ZeroCLI, ZeroStrategy, __version__
 from lightning_zero.cli import main
 from lightning_zero.config import CheckpointPolicy, HostOffload, NvmeOffload
+from lightning_zero.extensions import doctor
 from tests.helpers.script import run_forked, run_script, start_forked
+from tests.helpers.world import free_port, rank_environment
 
 BORING = "--model=lightning.pytorch.demos.boring_classes.BoringModel"
 
@@ -186,6 +197,7 @@ def test_what_a_model_raises_is_its_own() -> None:
 OPTIONS = {
     "plan": ("--hf-config ", "--device-memory ", "--config FILE ", "--model CLASS ", "--trainer.NAME ", "--help-all "),
     "inspect": ("--tensors ", "--no-verify"),
+    "doctor": ("--offload-dir ", "--wait ", "--json"),
     "consolidate": ("--format {ckpt,safetensors,huggingface,peft}", "--max-shard-size "),
     **dict.fromkeys(
         ("fit", "validate", "test", "predict"),
@@ -291,3 +303,130 @@ def test_to_inspect_imports_no_lightning(tmp_path: Path) -> None:
     stderr = run_script(["-m", "lightning_zero", "inspect", "missing.ckpt"], cwd=tmp_path, code=1).stderr
     assert "missing.ckpt" in stderr
     assert "is imported" not in stderr
+
+
+# ------------------------------------------------------------------------------------------------------------- doctor
+
+
+def test_doctor_looks_at_this_machine(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    begin = time.monotonic()
+    stdout, _ = run_forked(["-m", "lightning_zero", "doctor", "--json", "--offload-dir=disk"], cwd=tmp_path)
+    assert time.monotonic() - begin < 30
+    checks = {check["name"]: check for check in json.loads(stdout)["checks"]}
+    assert {"torch", "network of gloo", "GPUs", "threads", "memory", "offload directory"} <= checks.keys()
+    assert checks["two ranks, gloo"]["state"] == checks["two ranks, memory"]["state"] == "ok"
+    assert re.match(r"all-reduce of 16.8 MB in [\d.]+ ms, ", checks["two ranks, gloo"]["found"])
+    assert not list((tmp_path / "disk").iterdir())
+
+
+def test_doctor_imports_no_lightning(tmp_path: Path) -> None:
+    """It may be what is missing, as torch may."""
+    for module in ("torch", "lightning", "torchmetrics"):
+        (tmp_path / f"{module}.py").write_text("raise OSError(f'{__name__} is broken')")
+    stdout, stderr = run_script(["-m", "lightning_zero", "doctor"], cwd=tmp_path, code=1)
+    assert "OSError: torch is broken" in stdout
+    assert not stderr
+
+
+def test_doctor_fails_where_ranks_cannot_meet(tmp_path: Path) -> None:
+    variables = [{"GLOO_SOCKET_IFNAME": "nothing0"}]
+    stdout, stderr = run_forked(["-m", "lightning_zero", "doctor"], cwd=tmp_path, ranks=variables, code=1)
+    assert re.search(r"^network of gloo +problem +GLOO_SOCKET_IFNAME=nothing0, and there is no nothing0$", stdout, re.M)
+    assert re.search(r"^two ranks, gloo +problem +no all-reduce: ", stdout, re.M)
+    assert not stderr
+
+
+def of_job(rank: int, size: int, port: int, **more: str) -> dict[str, str]:
+    return {**rank_environment(rank, size, port), **more}
+
+
+def test_doctor_looks_at_the_ranks_of_a_job(tmp_path: Path) -> None:
+    port = free_port()
+    slurm = {"SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "SLURM_PROCID": "1", "SLURM_NODELIST": "localhost"}
+    slurm |= {"SLURM_JOB_ID": "1", "SLURM_NTASKS_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [of_job(0, 2, port, LOCAL_WORLD_SIZE="3"), slurm]
+    stdout, _ = run_forked(["-m", "lightning_zero", "doctor"], cwd=tmp_path, ranks=ranks, code=1)
+    assert re.search(r"^2 ranks, gloo +ok +all-reduce of 16.8 MB", stdout, re.M)
+    assert re.search(r"^clocks +ok +[-+]0.\d\d s on rank [01]", stdout, re.M)
+    assert re.search(r"^LOCAL_WORLD_SIZE +problem +3 on ", stdout, re.M)
+    assert stdout.count("problem(s)") == 1, "rank 1 has nothing to print"
+
+
+def test_doctor_names_a_rank_that_does_not_come(tmp_path: Path) -> None:
+    port = free_port()
+    ranks = [of_job(rank, 3, port, LOCAL_RANK="1") for rank in (0, 2)]  # no first rank, which would look at the machine
+    stdout, _ = run_forked(["-m", "lightning_zero", "doctor", "--wait=3"], cwd=tmp_path, ranks=ranks, code=1)
+    assert re.search(r"^ranks +problem +2 of 3 came within 3 s, without rank 1$", stdout, re.M)
+
+
+def children() -> set[int]:
+    """Processes that this one has started, dead ones that nobody has waited for too."""
+    listed = (Path(f"/proc/self/task/{thread}/children").read_text() for thread in os.listdir("/proc/self/task"))
+    return {int(pid) for text in listed for pid in text.split()}
+
+
+def hang(folder: Path, rank: int) -> Iterator[str]:
+    """One of two processes that never come to their end, whatever they are asked."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT])
+    (folder / str(rank)).write_text(str(os.getpid()))
+    yield "begun"
+    while True:
+        time.sleep(60)
+
+
+forks = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12+: a process with threads
+
+
+@forks
+def test_doctor_ends_an_all_reduce_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, before = dist.all_reduce, children()
+
+    def all_reduce(tensor: Any) -> None:
+        """Rank 1 never calls gloo's, in which rank 0 waits."""
+        time.sleep(60) if dist.get_rank() == 1 else real(tensor)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setitem(doctor._SECONDS, "pair", 3.0)
+    begin = time.monotonic()
+    (found,) = doctor.pair("gloo")
+    assert time.monotonic() - begin < 20
+    assert found.found == "no all-reduce: no end within 3 s"
+    assert found.problem
+    assert children() == before
+
+
+@forks
+def test_doctor_ends_its_processes_whatever_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, work = children(), [partial(hang, tmp_path, rank) for rank in range(2)]
+    assert doctor.watched(work, 0.5) == [(["begun"], "no end within 0.5 s")] * 2
+    assert children() == before
+    ends = [lambda: os.kill(os.getpid(), signal.SIGKILL), partial(int, "no number"), list]
+    reasons = [reason for _, reason in doctor.watched(ends, 60.0)]
+    assert reasons == ["its process was killed", "ValueError: invalid literal for int() with base 10: 'no number'", ""]
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "_heard", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        doctor.watched(work, 60.0)
+    assert children() == before
+
+
+@forks
+def test_doctor_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
+    """Its processes have an alarm of their own."""
+    context = multiprocessing.get_context("fork")
+    killed = context.Process(target=doctor.watched, args=([partial(hang, tmp_path, 0)], 3.0))
+    killed.start()
+    deadline = time.monotonic() + 60
+    while not (pids := [int(path.read_text() or 0) for path in tmp_path.iterdir()]) or not pids[0]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    killed.kill()
+    killed.join()
+    with contextlib.suppress(OSError):
+        while Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            assert time.monotonic() < deadline
+            time.sleep(0.1)

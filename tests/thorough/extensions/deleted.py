@@ -111,6 +111,12 @@ def planner(folder: Path) -> None:
     main(["plan", "--help"])
 
 
+def doctor(folder: Path) -> None:
+    from lightning_zero.cli import main
+
+    main(["doctor", "--help"])
+
+
 def monitors(folder: Path) -> None:
     from lightning_zero import MemoryMonitor
 
