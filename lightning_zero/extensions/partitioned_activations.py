@@ -35,7 +35,6 @@ class _Kept(NamedTuple):
 
     part: Any  # 1-D, padded to as many elements on every rank; or what the host has of it
     total: Tensor  # of the bits of the whole
-    numel: int
     shape: torch.Size
     stride: tuple[int, ...]
     module: str
@@ -101,15 +100,7 @@ class Partitioned:
             part[: mine.numel()] = mine
             kept: Any = part if self._to_host is None else self._to_host[0](part)
             return _Kept(
-                kept,
-                _total(flat),
-                flat.numel(),
-                inner.shape,
-                inner.stride(),
-                name,
-                version_probe(inner),
-                inner._version,
-                wrap,
+                kept, _total(flat), inner.shape, inner.stride(), name, version_probe(inner), inner._version, wrap
             )
 
     def _unpack(self, kept: Any) -> Tensor:
@@ -121,7 +112,7 @@ class Partitioned:
             every = part.new_empty(self._ranks * part.numel())
             with naming_failures(f"gathering the inputs of '{kept.module}'", dist.get_rank(), self._group):
                 all_gather_single(every, part, group=self._group)
-            flat = every[: kept.numel]
+            flat = every[: kept.shape.numel()]
             differs = (_total(flat) != kept.total).to(torch.int64)
             if flat.device.type == "cpu" or self._differing is None:
                 if int(differs):

@@ -15,7 +15,8 @@ What the tensor group has split counts in a norm on each of its ranks; what all 
 A parameter that is no DTensor is the same on all ranks of a tensor group only as long as they compute the same gradient
 for it. They do not where a norm between sequence-parallel layers is left out of the plan, or batches differ. The first
 step compares them, by norms and products with random vectors: a twentieth of a norm is no rounding. Where a rank's
-activations are split otherwise, or layers are called with its part of the batch, gradients are too.
+activations are split otherwise, or layers are called with its part of the batch, gradients are too. And where each uses
+a part of what a layer gives all of them whole, as of keys with fewer heads than ranks, torch does not add these up.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_zero._torch import forget_meshes, tree_leaves, untracked
 from lightning_zero.comm.control import ControlGroup, naming_failures
@@ -137,6 +140,8 @@ def localise(module: nn.Module, group: DeviceMesh, control: ControlGroup) -> Non
     if problems:
         raise ValueError(f"{problems[0]}.")
     for child in list(module.modules()):
+        if isinstance(child, Metric) and child.process_group is None:
+            child.dist_sync_fn = child.dist_sync_fn or partial(_states, group.size())
         for key, parameter in child.named_parameters(recurse=False, remove_duplicate=False):
             if isinstance(parameter, DTensor):
                 if parameter not in made:
@@ -151,6 +156,11 @@ def localise(module: nn.Module, group: DeviceMesh, control: ControlGroup) -> Non
     WRAPPERS[DTensor] = _inside
 
 
+def _states(tensor: int, state: Tensor, group: Any = None) -> list[Tensor]:
+    """The states of a metric: of each tensor group that of the first rank. Collective: every rank."""
+    return gather_all_tensors(state, group)[::tensor]
+
+
 def adopt(optimizers: Sequence[Optimizer], engine: ZeroEngine) -> None:
     """Put local parameters in the place of DTensors in optimizers that were made before ``localise``, and have the
     first step of each compare gradients: see [Note: gradients that must agree].
@@ -158,7 +168,8 @@ def adopt(optimizers: Sequence[Optimizer], engine: ZeroEngine) -> None:
     Raises:
         ValueError: for an optimizer that steps on whole parameters, and has one that is split.
     """
-    owned, control = {one.user: one for one in engine.shards.values()}, engine.control
+    owned, outputs = {one.user: one for one in engine.shards.values()}, dict[str, list[float]]()
+    watches = [] if all(map(is_hooked, optimizers)) else _watch(engine.module, outputs)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"] = [getattr(one, "_local_parameter", one) for one in group["params"]]
@@ -170,27 +181,56 @@ def adopt(optimizers: Sequence[Optimizer], engine: ZeroEngine) -> None:
                 f"{some(map(repr, split))}. Give these to an optimizer that updates each element for itself (AdamW)."
             )
         alike = [owned[one] for one in members if one in owned and not owned[one].spec.is_split]
-        if alike and not is_hooked(optimizer):  # else it steps on from the fit before
-            first = optimizer.register_step_pre_hook(lambda *_, alike=alike: _compare(alike, control))
+        if not is_hooked(optimizer):  # else it steps on from the fit before
+            first = optimizer.register_step_pre_hook(lambda *_, alike=alike: _compare(alike, outputs, watches, engine))
             optimizer.register_step_post_hook(lambda *_, first=first: first.remove())
 
 
-def _compare(slices: Sequence[Slice], control: ControlGroup) -> None:
+def _watch(module: nn.Module, seen: dict[str, list[float]]) -> list[Any]:
+    """Note gradients of what parallel layers give all of their ranks whole, until what is returned is removed."""
+    names = {layer: name for name, layer in module.named_modules() if hasattr(layer, "_tensor_parallel")}
+    shapes: dict[nn.Module, Any] = {}
+
+    def first(layer: nn.Module, _: Any, output: Any) -> None:  # as it has computed it
+        if not torch.compiler.is_compiling():
+            shapes[layer] = output.shape if isinstance(output, DTensor) else None
+
+    def last(layer: nn.Module, _: Any, output: Any) -> None:  # as it returns it
+        plain = not torch.compiler.is_compiling() and isinstance(output, Tensor) and not isinstance(output, DTensor)
+        if plain and output.requires_grad and output.shape == shapes.get(layer):
+            output.register_hook(partial(note, f"the output of '{names[layer]}'"))
+
+    def note(name: str, gradient: Tensor) -> None:
+        seen[name] = _numbers(_arrived(gradient).reshape(-1)[:: max(1, gradient.numel() // 4096)])
+
+    handles = [layer.register_forward_hook(first, prepend=True) for layer in names]
+    return handles + [layer.register_forward_hook(last) for layer in names]
+
+
+def _compare(slices: Sequence[Slice], outputs: dict[str, list[float]], watches: list[Any], engine: ZeroEngine) -> None:
     """Raise ``DivergenceError`` if a gradient differs in a tensor group. Collective: every rank."""
-    numbers = [_numbers(one.gradient) for one in slices]
-    rows: list[list[list[float]]] = control.gather_objects(numbers, "gradients that tensor groups have alike")
-    for first, rank in _with_first(len(rows), cast(Part, slices[0].spec.part).ranks):
-        total = sum(norm**2 for norm, *_ in rows[rank]) ** 0.5
-        for one, (norm, *ours), (_, *others) in zip(slices, rows[rank], rows[first], strict=True):
-            noise = torch.finfo(one.user.dtype).eps ** 0.5 / 100 * total
-            if max(abs(a - b) for a, b in zip(ours, others, strict=True)) > 0.05 * norm + noise:
+    while watches:
+        watches.pop().remove()
+    numbers = {f"'{one.name}'": _numbers(one.gradient) for one in slices}
+    total = sum(norm**2 for norm, *_ in numbers.values()) ** 0.5
+    for one, found in zip(slices, numbers.values(), strict=True):
+        found[0] += torch.finfo(one.user.dtype).eps ** 0.5 / 5 * total  # of which a twentieth is allowed
+    rows = engine.control.gather_objects({**numbers, **outputs}, "gradients that tensor groups have alike")
+    for first, rank in _with_first(len(rows), cast(Part, next(iter(engine.shards.values())).spec.part).ranks):
+        for name, (norm, *ours) in rows[rank].items():
+            _, *others = rows[first].get(name, rows[rank][name])
+            if max(abs(a - b) for a, b in zip(ours, others, strict=True)) > 0.05 * norm:
+                cause = (
+                    "and each uses a part: its layer would get the gradient of one. Have it return a DTensor "
+                    "(`use_local_output=False`): `output.to_local(grad_placements=[Partial()])` adds gradients up."
+                    if name in outputs
+                    else "and would train it apart. Each sees a part of what it is applied to: name its layer in the "
+                    "plan of `parallelize_module` (a norm between sequence-parallel layers: `SequenceParallel()`)."
+                )
                 raise DivergenceError(
-                    f"The gradients of '{one.name}' on ranks {first} and {rank} differ. They are of one tensor group, "
-                    "whose ranks all have this parameter whole, and would train it apart. Each of them sees a part of "
-                    "what it is applied to: name its layer in the plan of `parallelize_module` (a norm between "
-                    "sequence-parallel layers: `SequenceParallel()`), so that gradients are added up. Or they got "
-                    "different batches or random numbers: a sampler of your own goes by "
-                    f"`self.device_mesh['{DATA}'].get_local_rank()`."
+                    f"The gradients of {name} on ranks {first} and {rank} differ. They are of one tensor group, whose "
+                    f"ranks all have it whole, {cause} Or they got different batches or random numbers: a sampler of "
+                    f"your own goes by `self.device_mesh['{DATA}'].get_local_rank()`."
                 )
 
 
@@ -271,10 +311,8 @@ def part_of_first(one: Slice, whole: Tensor) -> Tensor:
 
 def _problem(name: str, parameter: DTensor, group: DeviceMesh) -> str:
     """Why a DTensor cannot be a parameter here; empty if it can."""
-    mesh, placements = parameter.device_mesh, parameter.placements
-    if mesh.ndim != 1 or dist.get_process_group_ranks(mesh.get_group()) != dist.get_process_group_ranks(
-        group.get_group()
-    ):
+    mesh, placements, ranks = parameter.device_mesh, parameter.placements, dist.get_process_group_ranks
+    if mesh.ndim != 1 or ranks(mesh.get_group()) != ranks(group.get_group()):
         return (
             f"'{name}' is a DTensor on {mesh}, expected the tensor-parallel dimension of the strategy's mesh, "
             f"`self.device_mesh['{TENSOR}']`"

@@ -15,7 +15,8 @@ from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
 from lightning_zero import ActivationPolicy, ZeroFabricStrategy, ZeroPrecision, ZeroStrategy
@@ -231,8 +232,18 @@ def forgetful(net: Llama) -> dict[str, Any]:
     return plan
 
 
-def test_plain_parameters_that_tensor_groups_would_train_apart() -> None:
-    """A norm between sequence-parallel layers that the plan leaves out is named in the first step."""
+def uses_parts(net: Mlp) -> dict[str, Any]:
+    """A plan by which a layer gives every rank all of its output, of which each uses a part: values are right."""
+
+    def own(layer: Any, inputs: tuple[Tensor]) -> Tensor:
+        return inputs[0].chunk(2, -1)[torch.distributed.get_rank() % 2]
+
+    net.blocks[1].down.register_forward_pre_hook(own)
+    return {**gelu_plan(net), "blocks.1.up": ColwiseParallel(output_layouts=Replicate())}
+
+
+def test_gradients_that_differ_in_a_tensor_group_are_named() -> None:
+    """Of a norm between sequence-parallel layers that the plan leaves out, and of an output that is used in parts."""
 
     def run(rank: int) -> list[str]:
         precisions = ("32-true", "bf16-mixed")
@@ -240,11 +251,13 @@ def test_plain_parameters_that_tensor_groups_would_train_apart() -> None:
             raised(zero(stage, 2), Parallel(Llama, forgetful), precision=precision)
             for stage in STAGES
             for precision in precisions
-        ]
+        ] + [raised(zero(stage, 2, Mlp), Parallel(Mlp, uses_parts)) for stage in STAGES]
 
     for messages in run_world(4, run):
-        for message in messages:
+        for message in messages[:6]:
             assert "The gradients of 'net.layers.1.feed_norm.weight' on ranks 0 and 1 differ" in message, message
+        for message in messages[6:]:
+            assert "The gradients of the output of 'net.blocks.1.up' on ranks 0 and 1 differ" in message, message
 
 
 @pytest.mark.parametrize("policy", ["error", "join", "stop"])

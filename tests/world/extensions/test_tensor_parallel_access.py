@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import re
 import sys
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torchmetrics import SumMetric
 
 from lightning_zero import (
     CommunicationMonitor,
@@ -180,7 +182,30 @@ def row_planned(_: int) -> None:
         assert "of each tensor-parallel group of 2 one rank" in module.plan.describe()
 
 
+class Counted(split.Split):
+    """Counts its batches, by a metric that adds up the states of ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.count(1.0)
+        self.log("count", self.count, on_step=False, on_epoch=True)
+        self.log("sum", 1.0, reduce_fx="sum", sync_dist=True, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def row_counted(_: int) -> None:
+    for layout in (split.Layout(1, 2, 2), split.Layout(3, 2, 2)):
+        module = Counted()
+        found = split.fit(layout, module, 3, limit_train_batches=3).callback_metrics
+        assert float(found["count"]) == float(found["sum"]) == 6.0  # by two ranks that have other data
+        assert copy.deepcopy(module.count).dist_sync_fn is not None
+
+
 def rank(number: int, estimates: dict[Any, MemoryEstimate]) -> None:
+    row_counted(number)
     row_average(number)
     row_planned(number)
     row_peak(estimates)

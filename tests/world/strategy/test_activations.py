@@ -268,7 +268,7 @@ def test_partitioned_activations_keep_one_part_and_give_the_same_bits() -> None:
             if kept is not tensor:
                 part = kept.part[0] if isinstance(kept.part, tuple) else kept.part
                 assert part.untyped_storage().nbytes() == part.nbytes
-                numels.append(part.numel() * 2 - kept.numel)
+                numels.append(part.numel() * 2 - kept.shape.numel())
             return kept
 
     def trained(stage: int, policy: ActivationPolicy | None) -> dict[str, Tensor]:
