@@ -265,8 +265,7 @@ def whole(
                 collectives.all_gather(buffer, what).wait()
             rows = [row.split(size) for row, size in zip(buffer.view(len(sizes), width), sizes, strict=True)]
             for index, one in enumerate(members):
-                full = torch.cat([row[index] for row in rows])
-                found[one.user] = full.view(one.spec.shape if grain == 1 else -1)
+                found[one.user] = torch.cat([row[index] for row in rows]).view(one.spec.shape if grain == 1 else -1)
     if engine.tiers.can_fail:
         engine.control.together(f"read its part of {what}", raising(failure), OffloadError)
     return found

@@ -9,8 +9,8 @@ not depend on how many there are. Larger blocks, as other libraries have, would 
 [Note: values]
 The values are those of dynamic tree quantisation: seven decades, each with twice as many values as the one below.
 Of the second moment the root is kept. Its decades are two of the moment, so what is small beside the largest of its
-block is not rounded to zero, where the step would divide by next to nothing. What that is worth is measured in the page
-on optimizers. Source: 8-bit Optimizers via Block-wise Quantization (arXiv:2110.02861).
+block is not rounded to zero, where the step would divide by next to nothing. Source: 8-bit Optimizers via Block-wise
+Quantization (arXiv:2110.02861).
 
 [Note: bits of a step]
 A step takes a piece of a parameter after the other, so that what it makes beside the state does not grow with the
@@ -212,6 +212,7 @@ def _step_in_blocks(parameter: Tensor, state: dict[str, Tensor], group: dict[str
         del own, update
         if values is not master:
             master.copy_(values)
+        del values
         for value, moment in zip((average, root), moments, strict=True):
             _encode(value, *moment)
     if not parameter.is_contiguous():
@@ -231,7 +232,13 @@ def _encode(values: Tensor, codes: Tensor, scales: Tensor, signed: bool) -> None
     blocks = values.view(-1, BLOCK)
     torch.amax(blocks.abs() if signed else blocks, dim=1, out=scales)
     blocks.div_(scales.masked_fill(scales == 0, 1.0)[:, None])
-    codes.copy_(torch.bucketize(values[: len(codes)], _bounds(signed, values.device), out_int32=True))
+    own, (first, bounds) = values[: len(codes)], _search(signed, values.device)
+    key = own.view(torch.int32).bitwise_right_shift(16).bitwise_and_(0xFFFF)
+    codes.copy_(first.index_select(0, key))
+    key.copy_(codes)
+    limits = bounds.index_select(0, key)
+    del key
+    codes.add_(own > limits)
 
 
 @cache
@@ -251,8 +258,11 @@ def _table(signed: bool, device: torch.device) -> Tensor:
 
 
 @cache
-def _bounds(signed: bool, device: torch.device) -> Tensor:
-    """Between two values, what is not nearer to the first."""
-    values = _values(signed)
-    middles = [(one + other) / 2 for one, other in pairwise(values)]
-    return torch.tensor(middles, dtype=torch.float32, device=device)
+def _search(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """How to find the nearest value without a search: by the upper 16 bits of a float32, the code of the smallest one
+    that has them; and by code, what is nearer to the next one if it is larger. No two bounds have the same 16 bits."""
+    bounds = torch.tensor([(one + other) / 2 for one, other in pairwise(_values(signed))], dtype=torch.float32)
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).roll(2**15).bitwise_left_shift(16)
+    smallest = torch.where(bits < 0, bits + 0xFFFF, bits).view(torch.float32)
+    first = torch.bucketize(smallest, bounds).to(torch.uint8)
+    return first.to(device), torch.cat([bounds, torch.tensor([math.inf])]).to(device)

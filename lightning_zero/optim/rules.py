@@ -75,11 +75,13 @@ def optimizer_rule(optimizer: Optimizer) -> str:
             f"{cls.__name__} cannot be sharded: it has no step hooks, because its __init__ does not call "
             "`super().__init__(params, defaults)`. Call it there; a wrapper can pass the param_groups of what it wraps."
         )
+    why = ""
     if isinstance(optimizer, torch.optim.SparseAdam):
-        raise UnsupportedOptimizerError(
-            f"{cls.__name__} cannot be sharded: it needs sparse gradients and sharded gradients are dense; use Adam "
-            "with the same options instead."
-        )
+        why = "it needs sparse gradients and sharded gradients are dense; use Adam with the same options"
+    elif any(base.__module__.startswith("torchao.") for base in cls.__mro__):  # a save would dequantise it, or fail
+        why = "it keeps its state in classes of torchao's, which checkpoints cannot hold; use lightning_zero.AdamW8bit"
+    if why:
+        raise UnsupportedOptimizerError(f"{cls.__name__} cannot be sharded: {why} instead.")
     if _needs_closure(optimizer):
         return "closure"
     return "elementwise" if steps_on_slices(optimizer) else "whole"

@@ -150,7 +150,7 @@ _COSTS: Mapping[str, tuple[_Cost, Mapping[str, _Cost]]] = {
     "SGD": ((0, 0, 0, 0), {"momentum": _STATE, "weight_decay maximize": _IN_BOTH, "nesterov": _IN_LOOP}),
     "Adam": ((2, 2, 1, 1), {"amsgrad": _STATE, "weight_decay maximize": _IN_LOOP}),
     "AdamW": ((2, 2, 1, 1), {"amsgrad": _STATE, "maximize": _IN_LOOP}),
-    "AdamW8bit": ((2, 3, 0, 0), {}),
+    "AdamW8bit": ((2, 4, 0, 0), {}),
     "Adamax": ((2, 1, 0, 1), {"weight_decay": _IN_LOOP}),
     "NAdam": ((2, 2, 1, 1), {"weight_decay": _IN_BOTH}),
     "RAdam": ((2, 2, 0, 1), {"weight_decay": _IN_LOOP}),

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_zero import AdamW8bit
 from lightning_zero.errors import OffloadError, UnsupportedOptimizerError
 from lightning_zero.extensions.planner.costs import OptimizerCost
 from lightning_zero.optim.rules import optimizer_rule, refuse_closure
@@ -98,6 +99,15 @@ def test_a_derived_class_is_elementwise_unless_its_step_is_its_own(base: Any) ->
         assert OptimizerCost.of(optimizer).whole == (rule == "whole")
         optimizer._init_group = init_group
         assert optimizer_rule(optimizer) == "whole"
+
+
+def test_state_in_blocks_that_are_cut_is_refused_and_ours_steps_on_slices() -> None:
+    theirs = type("AdamW8bit", (Base,), {"__module__": "torchao.optim.adam"})
+    for cls in (theirs, type("Mine", (theirs,), {})):
+        with pytest.raises(UnsupportedOptimizerError, match=r"cannot be sharded: .*torchao.*lightning_zero\.AdamW8bit"):
+            optimizer_rule(made(cls))
+    assert optimizer_rule(made(AdamW8bit)) == optimizer_rule(made(type("Ours", (AdamW8bit,), {}))) == "elementwise"
+    assert optimizer_rule(made(type("Own", (AdamW8bit,), {"step": Guarding.step}))) == "whole"
 
 
 def test_only_errors_about_closures_are_renamed() -> None:
