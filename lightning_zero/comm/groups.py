@@ -55,7 +55,7 @@ from lightning_zero.comm.collectives import Pending
 from lightning_zero.comm.control import ControlGroup, watch_ranks
 from lightning_zero.config import ShardWithin
 
-__all__ = ["RANKS_PER_HOST", "STORE", "Connections", "Groups", "ShardGroup", "connections"]
+__all__ = ["ANSWER_SECONDS", "RANKS_PER_HOST", "STORE", "Connections", "Groups", "ShardGroup", "connections"]
 __all__ += ["destroy_default_group_at_exit", "order_launches", "orders_differ", "places_by_host"]
 __all__ += ["shard_span", "shut", "sockets", "this_host"]
 
@@ -169,6 +169,7 @@ class Connections(dict[str, list[tuple[int, str]]]):
                 caller.send(struct.pack("n", rank))
 
 
+ANSWER_SECONDS = 15.0  # of the store after a failure: the process that serves it may be stopped
 STORE = "(store)"
 """Stands for a group where processes make groups."""
 connections = Connections()
@@ -299,8 +300,7 @@ class Groups:
             groups.counting = _made(backend, timeout, "numbers about gradients", counted)
         if count < world_size:
             first = rank // count * count
-            for control in controls:
-                control.counted = range(first, first + count)
+            controls[0].counted = controls[1].counted = range(first, first + count)
             replicas = [range(of, world_size, count) for of in range(count)]
             groups.across = groups.among(replicas, "replicas", backend, world_size // count)
         groups.part(apart)
@@ -389,7 +389,7 @@ class Groups:
         notes = {rank: note}
         if size > 1:
             store, end = default_store(), f"{key}/end"
-            with suppress(RuntimeError):  # the process that serves the store is gone
+            with connections.shut_after(seconds + ANSWER_SECONDS, STORE), suppress(RuntimeError):
                 store.set(f"{key}/{rank}", note)
                 store.add(f"{key}/here/{rank // _FLAGS}", 1 << rank % _FLAGS)
                 here = [*range(size)]

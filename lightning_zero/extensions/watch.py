@@ -43,6 +43,7 @@ import json
 import os
 import re
 import socket
+import struct
 import sys
 import sysconfig
 import tempfile
@@ -60,8 +61,8 @@ import torch.distributed as dist
 from lightning_zero import _torch
 from lightning_zero._torch import abort_group, default_store, entered_collectives, group_called, groups_made
 from lightning_zero.comm.control import ANY_AGREEMENT, notes_of, passed_on
+from lightning_zero.comm.groups import ANSWER_SECONDS, connections, sockets, this_host
 from lightning_zero.comm.groups import STORE as _STORE
-from lightning_zero.comm.groups import connections, sockets, this_host
 
 __all__ = ["Watch", "current_watch", "watch_ranks"]
 
@@ -123,6 +124,11 @@ class Watch:
         self._default: Any = default_store()  # kept: perhaps this process serves it, and its client may wait
         connections[_STORE] = clients_of(self._default)
         self._store: Any = _torch.prefix_store(f"lightning_zero/watch/{next(_NUMBERS)}", self._default.clone())
+        connections[_CLIENT] = [place for place in clients_of(self._default) if place not in connections[_STORE]]
+        for file, _ in connections[_CLIENT]:  # the store itself waits without end for a server that is stopped
+            with socket.socket(fileno=os.dup(file)) as client:
+                seconds = max(1, int(self._default.timeout.total_seconds()))
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
         self._stacks = _Stacks(threading.get_ident())
         self._failure, self._runs, self._running = "", 0, False
         self._over, self._lock = threading.Event(), threading.Lock()
@@ -138,7 +144,7 @@ class Watch:
             self._runs, self._running = self._runs + 1, True
         first = not self._failure
         self._failure = f"has failed with {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:_TEXT]
-        with contextlib.suppress(RuntimeError):
+        with connections.shut_after(ANSWER_SECONDS, _CLIENT), contextlib.suppress(RuntimeError):
             self._tell(state="runs")
             if first:
                 count = self._store.add(f"failures {self._runs}", 1)
@@ -160,17 +166,21 @@ class Watch:
     def explain(self) -> str:
         """What is known of why a collective did not complete, as lines; ``verdict`` if nobody could go on. Local."""
         # Who ends for a reason has told of it before its connections are shut; who is killed is gone soon after.
-        for pause in (0.0, 0.05, 0.15, 0.3):
-            time.sleep(pause)
-            ended: dict[int, str] = {rank: _GONE for rank, mine in self._others.here.items() if is_gone(mine[0])}
-            with contextlib.suppress(RuntimeError):  # the process with the store has ended
-                self.verdict = self.verdict or "".join(_read(self._store, ["verdict"]))
-                for run in (self._runs, self._runs + 1):  # others may be ahead
-                    first = range(min(4, self._store.add(f"failures {run}", 0)))
-                    ended |= _read(self._store, [f"failure {run} {place + 1}" for place in first])
-            if self.verdict or ended:
-                break
-        return self.verdict or "".join(f"Rank {rank} {text}.\n" for rank, text in sorted([*ended.items()][:4]))
+        with connections.shut_after(ANSWER_SECONDS, _CLIENT):
+            for pause in (0.0, 0.05, 0.15, 0.3):
+                time.sleep(pause)
+                ended: dict[int, str] = {rank: _GONE for rank, mine in self._others.here.items() if is_gone(mine[0])}
+                silent = _SILENT
+                with contextlib.suppress(RuntimeError):
+                    self.verdict = self.verdict or "".join(_read(self._store, ["verdict"]))
+                    for run in (self._runs, self._runs + 1):  # others may be ahead
+                        first = range(min(4, self._store.add(f"failures {run}", 0)))
+                        ended |= _read(self._store, [f"failure {run} {place + 1}" for place in first])
+                    silent = ""
+                if self.verdict or ended:
+                    break
+        told = "".join(f"Rank {rank} {text}.\n" for rank, text in sorted([*ended.items()][:4]))
+        return self.verdict or told or silent
 
     def end(self) -> None:
         """End the thread, while the interpreter still runs. May be called again. Rank 0, whose process mostly serves
@@ -205,7 +215,8 @@ class Watch:
                 try:
                     self._others.find()
                     self._look(last)
-                except RuntimeError:  # of the store, whose process has ended; or the connection is cut
+                except RuntimeError:  # of the store, whose process has ended or is stopped; or the connection is cut
+                    connections.shut(_CLIENT)  # no late answer shall be taken for that to another question
                     last.alone = True
 
     def _look(self, last: SimpleNamespace) -> None:
@@ -492,6 +503,11 @@ def clients_of(store: Any) -> list[tuple[int, str]]:
     return found
 
 
+_CLIENT = "(the watch's client of the store)"
+_SILENT = (
+    "The process that serves the store of the ranks, rank 0's or torchrun's, does not answer: it is stopped, has "
+    "ended, or cannot be reached.\n"
+)
 _EARLIER = "An earlier run has closed the connections: restart all ranks. It ended with:"
 _GONE = "has ended without a word: its process is gone"
 _NUMBERS = itertools.count()  # alike on all ranks; the store may outlive the default group

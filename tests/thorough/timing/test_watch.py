@@ -6,12 +6,14 @@ import ctypes
 import gc
 import json
 import os
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from lightning_zero.comm import Groups
 from lightning_zero.errors import DivergenceError
 from lightning_zero.extensions.watch import _Stacks, _stuck, current_watch, watch_ranks
+from tests.helpers.waiting import until
 from tests.helpers.world import run_world
 
 RUNS: dict[str, Any] = {"state": "runs", "entered": {}}
@@ -67,10 +70,11 @@ def test_somebody_can_go_on(name: str) -> None:
     assert not _stuck(GOES_ON[name])
 
 
-def _connect(rank: int, world_size: int = 2) -> Groups:
-    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), world_size, rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    return Groups.create()
+def _connect(rank: int, world_size: int = 2, seconds: float = 300) -> Groups:
+    timeout = timedelta(seconds=seconds)
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), world_size, rank == 0, timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    return Groups.create(timeout=timeout)
 
 
 def _agreement(groups: Groups) -> None:
@@ -119,6 +123,35 @@ def test_ranks_in_different_groups_are_told_in_seconds(name: str) -> None:
         assert "rank 0 has waited" in message
         assert told in message
         assert "test_watch.py" in message
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("while_making_groups", [False, True])
+def test_a_rank_that_is_stopped_while_it_serves_the_store_is_not_waited_for(while_making_groups: bool) -> None:
+    """The store's client waits without end: after a failure nobody asks for long, and a new group has its timeout."""
+
+    def world(rank: int) -> tuple[float, str]:
+        groups, watch = _connect(rank, seconds=10), current_watch()
+        assert watch is not None
+        process, _ = groups.control.gather_objects(os.getpid())
+        if rank == 0:
+            os.kill(process, signal.SIGSTOP)
+            return 0.0, ""
+        begin, state = time.monotonic(), Path(f"/proc/{process}/stat")
+        assert until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", 20)
+        try:
+            with pytest.raises(RuntimeError) as caught:
+                dist.new_group() if while_making_groups else groups.control.barrier()
+            if not while_making_groups:
+                watch.failed(caught.value)
+                assert groups.rendezvous("save", "", 1.0) == {1: ""}
+            return time.monotonic() - begin, str(caught.value) + watch.verdict
+        finally:
+            os.kill(process, signal.SIGCONT)
+
+    _, (seconds, message) = run_world(2, world, init_group=False, timeout=100)
+    assert seconds < 60
+    assert ("has lost the store" if while_making_groups else "rank 0's or torchrun's, does not answer") in message
 
 
 @pytest.mark.timing
