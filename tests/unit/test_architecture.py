@@ -22,7 +22,7 @@ CORE_LINES = 23_407 + 40 + 26 + 19 + 3  # state of blocks; a stage that is chose
 CORE_FILES = 84
 # Tensor parallelism, shared memory between its shard groups, activations split by it; 8-bit states; a chosen stage;
 # plans of tensor-parallel modules.
-# Of these the doctor 552; 16 to ask a stopped store no longer; 29 to name outputs that are used in parts, and count metrics once.
+# Of these the doctor 552; 16 of a stopped store; 29 to name outputs used in parts; metrics counted once.
 EXTENSION_LINES = 9_500 + 611 + 293 + 290 + 60 + 340 + 552 + 16
 CIRCLES_OF_PACKAGES = 0
 CIRCLES_OF_MODULES = 0
