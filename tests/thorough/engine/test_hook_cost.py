@@ -85,6 +85,7 @@ def test_calls_for_each_unit_are_few_and_do_not_grow_with_their_number(stage: in
 
     few, more, many = map(Counter, run_world(2 if stage == 3 else 1, count)[0])  # one rank alone has nothing to gather
     first, second = (sum(b.values()) - sum(a.values()) for a, b in ((few, more), (more, many)))
-    assert second == pytest.approx(2 * first, rel=0.05), "not linear in the number of units"
+    # Four times as many if each unit went over all units; and ten of 115 more where only the one or the other waits.
+    assert second == pytest.approx(2 * first, rel=0.15), "not linear in the number of units"
     grown = Counter({name: round((many[name] - more[name]) / 40, 1) for name in many})
     assert second / 40 <= bound, f"{second / 40} calls for each unit: {grown.most_common(15)}"
