@@ -24,6 +24,9 @@ from tests.helpers.world import run_world
 
 PACKAGE = str(Path(lightning_zero.__file__).parent)
 WIRES = ("comm/", "extensions/")  # call as often as they have to wait
+# What waits for a reduction, as often as the other rank is late.
+WAITS = ("reducer.py: drainable", "reducer.py: <genexpr>", "reducer.py: nbytes", "events.py: of", "unit.py: name")
+WAITS += ("_torch.py: profiler_runs", "registry.py: extension")
 MEASURED = range(3, 9)  # the steps that are counted: by then orders are recorded; the one in which least was awaited
 
 
@@ -84,8 +87,9 @@ def test_calls_for_each_unit_are_few_and_do_not_grow_with_their_number(stage: in
         return [calls(stage, units) for units in (20, 40, 80)]
 
     few, more, many = map(Counter, run_world(2 if stage == 3 else 1, count)[0])  # one rank alone has nothing to gather
-    first, second = (sum(b.values()) - sum(a.values()) for a, b in ((few, more), (more, many)))
-    # Four times as many if each unit went over all units; and ten of 115 more where only the one or the other waits.
-    assert second == pytest.approx(2 * first, rel=0.15), "not linear in the number of units"
+    steady = [sum(n for name, n in found.items() if not name.endswith(WAITS)) for found in (few, more, many)]
+    first, second = steady[1] - steady[0], steady[2] - steady[1]
+    assert second == pytest.approx(2 * first, rel=0.05), "not linear in the number of units"
+    second = many.total() - more.total()
     grown = Counter({name: round((many[name] - more[name]) / 40, 1) for name in many})
     assert second / 40 <= bound, f"{second / 40} calls for each unit: {grown.most_common(15)}"
