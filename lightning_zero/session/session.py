@@ -98,10 +98,7 @@ class ZeroSession:
         if settings.shard_within == "node":
             groups.check_hosts()
         self.device, self.local_rank, self.local_ranks = device, local_rank, local_ranks
-        exchange = Exchange(
-            settings.compression, settings.secondary_shards, settings.allocate_memory_from_process_group
-        )
-        self.wire = wire or partial(choose_collectives, exchange=exchange)
+        self.wire = wire or partial(choose_collectives, exchange=self._exchange)
         self.checkpoints = Checkpoints(settings.checkpoint, groups)
         self._engine: ZeroEngine | None = None
         self._buffers: BufferBroadcast | None = None
@@ -111,6 +108,12 @@ class ZeroSession:
         self.before_thaw: Callable[[], object] = lambda: None
         self._dtypes: Dtypes = Dtypes()
         self._stepped: dict[str, Any] = {}  # what `shard_optimizers` got beside the optimizers
+
+    @property
+    def _exchange(self) -> Exchange:
+        """What the settings ask of the wire."""
+        asked = self.settings
+        return Exchange(asked.compression, asked.secondary_shards, asked.allocate_memory_from_process_group)
 
     @property
     def engine(self) -> ZeroEngine:
@@ -147,11 +150,8 @@ class ZeroSession:
         convert = dtypes.convert_module if cast else lambda module: module
         if existing is not None:
             settings = self.settings
-            exchange = Exchange(
-                settings.compression, settings.secondary_shards, settings.allocate_memory_from_process_group
-            )
             had = (existing.device, existing.plan.offload, existing.collectives.asked)
-            fits = had == (self.device, settings.offload, exchange) and not settings.automatic
+            fits = had == (self.device, settings.offload, self._exchange) and not settings.automatic
             fits = fits and not dtypes.would_cast(module) and existing.names.keys() >= {*module.parameters()}
             plan = self._plan(convert(module), dtypes, existing.collectives) if fits else None
             if plan is not None and plan.fingerprint() == existing.plan.fingerprint():
