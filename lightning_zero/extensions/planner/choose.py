@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
@@ -81,26 +81,16 @@ def choose_stage(
     rows = session.groups.control.together("measure what a training step needs", ask, ValueError)
     room, host = int(ROOM * min(there for there, _, _ in rows)), int(ROOM * min(host for _, host, _ in rows))
     needed, unknown = max(nbytes for *_, (nbytes, _) in rows), next((why for *_, (_, why) in rows if why), "")
-    found: dict[str, tuple[SessionSettings, StageMemory]] = {}
-    chosen = None
+    sizes = _Sizes(device.type == "cpu", room, host, needed, unknown, {})
     for name, placement, offload in _candidates(settings.offload, only=3 if unknown else None):
         there = replace(settings, placement=placement, offload=offload, automatic=False)
         plan = plan_of(there)
-        rank, accelerator = fullest_rank(plan, whole=False), device.type != "cpu"
-        wire = {"receive_buffer": receive_buffer}
-        memory = stage_memory(plan, name, rank, ADAM, accelerator=accelerator, activations=needed, **wire)
-        found[name] = there, memory
-        device_nbytes, host_nbytes = memory.peak.total, memory.host.total
-        if device.type == "cpu":
-            device_nbytes, host_nbytes = device_nbytes + host_nbytes, 0
-        if device_nbytes <= room and host_nbytes <= host:
-            chosen = name
-            break
-    memories = {name: memory for name, (_, memory) in found.items()}
-    if chosen is None:
-        raise ValueError(_nothing_fits(memories, device, room, host, needed, unknown))
-    rank_zero_info(_said(chosen, memories, device, room, host, needed, unknown))
-    return found[chosen][0]
+        rank, wire = fullest_rank(plan, whole=False), {"receive_buffer": receive_buffer}
+        memory = stage_memory(plan, name, rank, ADAM, accelerator=not sizes.on_cpu, activations=needed, **wire)
+        if sizes.fits(name, memory):
+            rank_zero_info(sizes.said())
+            return there
+    raise ValueError(sizes.nothing_fits())
 
 
 def _candidates(offload: Offload | None, only: int | None) -> Iterator[tuple[str, Placement, Offload | None]]:
@@ -239,49 +229,50 @@ def _batch(loader: Any) -> Any:
 # -------------------------------------------------------------------------------------------------------------- words
 
 
-def _said(
-    chosen: str,
-    memories: Mapping[str, StageMemory],
-    device: torch.device,
-    room: int,
-    host: int,
-    activations: int,
-    unknown: str,
-) -> str:
-    """One line: the stage, its numbers, and those of the one before it, which did not fit."""
-    on_cpu = device.type == "cpu"
+class _Sizes(NamedTuple):
+    """Bytes of a rank: what stages need, in the order in which they are tried, and what there is."""
 
-    def needs(name: str) -> str:
-        memory = memories[name]
-        if on_cpu or not memory.host.total:
-            return readable_size(memory.peak.total + memory.host.total)
-        return f"{readable_size(memory.peak.total)} and {readable_size(memory.host.total)} of host memory"
+    on_cpu: bool  # where device and host are one
+    room: int  # of the device
+    host: int
+    activations: int
+    unknown: str  # why these are not known, if they are not
+    needed: dict[str, tuple[int, int]]  # of the device and of the host, by stage
 
-    said = f'strategy="zero" takes {chosen}: a rank needs {needs(chosen)} at the peak'
-    known = f" (activations: {readable_size(activations)})" if not unknown else ""
-    said += f"{known}, and may take {readable_size(room)}"
-    said += f" and {readable_size(host)} of host memory" if memories[chosen].host.total and not on_cpu else ""
-    before = list(memories)[:-1]
-    said += f"; {before[-1]} would need {needs(before[-1])}" if before else ""
-    return said + (f". Stages 1 and 2 were not tried. {unknown}" if unknown else ".")
+    def fits(self, name: str, memory: StageMemory) -> bool:
+        """Whether the next stage does."""
+        device, host = memory.peak.total, memory.host.total
+        self.needed[name] = device, host = (device + host, 0) if self.on_cpu else (device, host)
+        return device <= self.room and host <= self.host
+
+    def said(self) -> str:
+        """One line: the last stage, its numbers, and those of the one before it, which did not fit."""
+        *before, chosen = self.needed
+        known = "" if self.unknown else f" (activations: {readable_size(self.activations)})"
+        said = f'strategy="zero" takes {chosen}: a rank needs {_words(*self.needed[chosen])} at the peak{known}, and '
+        said += f"may take {_words(self.room, self.host * (self.needed[chosen][1] > 0))}"
+        said += f"; {before[-1]} would need {_words(*self.needed[before[-1]])}" if before else ""
+        return f"{said}. Stages 1 and 2 were not tried. {self.unknown}" if self.unknown else f"{said}."
+
+    def nothing_fits(self) -> str:
+        """The error, with all that was tried."""
+        files = (
+            "" if any("nvme" in name for name in self.needed) else ", offload=NvmeOffload(path) with a fast local disk"
+        )
+        places = 1 if self.on_cpu else 2
+        rows = [("bytes of a rank", *("at the peak", "on the host")[:places])]
+        for name, sizes in {**self.needed, "may take": (self.room, self.host)}.items():
+            rows.append((name, *map(readable_size, sizes[:places])))
+        counted = self.unknown or f"Activations are {readable_size(self.activations)} of each peak."
+        return "\n".join(
+            [
+                'strategy="zero" finds no stage that fits:',
+                *table(rows),
+                f"{counted} What helps: more ranks, a smaller batch with accumulate_grad_batches, "
+                f"ZeroStrategy(stage='auto', activations='units'){files}.",
+            ]
+        )
 
 
-def _nothing_fits(
-    memories: Mapping[str, StageMemory], device: torch.device, room: int, host: int, activations: int, unknown: str
-) -> str:
-    on_cpu = device.type == "cpu"
-    rows = [("bytes of a rank", "at the peak", *(() if on_cpu else ("on the host",)))]
-    for name, memory in memories.items():
-        sizes = [memory.peak.total, memory.host.total]
-        rows.append((name, *map(readable_size, [sum(sizes)] if on_cpu else sizes)))
-    rows.append(("may take", readable_size(room), *(() if on_cpu else (readable_size(host),))))
-    files = "" if any("nvme" in name for name in memories) else ", offload=NvmeOffload(path) with a fast local disk"
-    counted = unknown or f"Activations are {readable_size(activations)} of each peak."
-    return "\n".join(
-        [
-            'strategy="zero" finds no stage that fits:',
-            *table(rows),
-            f"{counted} What helps: more ranks, a smaller batch with accumulate_grad_batches, "
-            f"ZeroStrategy(stage='auto', activations='units'){files}.",
-        ]
-    )
+def _words(device: int, host: int) -> str:
+    return readable_size(device) + (f" and {readable_size(host)} of host memory" if host else "")

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from jsonargparse import ArgumentParser, Namespace
@@ -83,7 +83,6 @@ class Planner:
         self.on_host = config.trainer.accelerator == "cpu"
         self.settings, self.exchange, self.asked = plan_settings(config)
         self.tensor = self.settings.pop("tensor_parallel_size")
-        self.ranks = self.settings["world_size"] * self.tensor
         precision = precision_of(config)
         self.memory = memory_of(config, self.ranks)
         self.speeds = [parsed(config, f"link_{name}", parse_speed) for name in ("between", "within")]
@@ -100,6 +99,11 @@ class Planner:
         self.settings |= {"param_dtype": precision.param_dtype, "reduce_dtype": precision.reduce_dtype}
         self.settings["full_precision"] = precision.full_precision
         self.measured, self.unknown = self._measured(precision, self.settings.pop("activations", None))
+
+    @property
+    def ranks(self) -> int:
+        """All of them, where ``settings`` have those with other data."""
+        return cast(int, self.settings["world_size"] * self.tensor)
 
     def _module(self) -> nn.Module | None:
         config, parallel = self.config, self.asked.tensor_parallel_size is not None
