@@ -16,7 +16,8 @@ A parameter that is no DTensor is the same on all ranks of a tensor group only a
 for it. They do not where a norm between sequence-parallel layers is left out of the plan, or batches differ. The first
 step compares them, by norms and products with random vectors: a twentieth of a norm is no rounding. Where a rank's
 activations are split otherwise, or layers are called with its part of the batch, gradients are too. And where each uses
-a part of what a layer gives all of them whole, as of keys with fewer heads than ranks, torch does not add these up.
+a part of what a layer gives all of them whole, as of keys with fewer heads than ranks, torch does not add these up. A
+layer that takes its input for whole, and gets a part of the sequence, mixes positions: inputs are compared as well.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -42,7 +44,7 @@ from lightning_zero.comm.groups import connections
 from lightning_zero.config import SessionSettings
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.engine.guard import WRAPPERS
-from lightning_zero.errors import DivergenceError, some
+from lightning_zero.errors import DivergenceError, ParameterAccessError, some
 from lightning_zero.optim.hooks import is_hooked
 from lightning_zero.optim.rules import optimizer_rule
 from lightning_zero.plan.layout import Part
@@ -153,7 +155,27 @@ def localise(module: nn.Module, group: DeviceMesh, control: ControlGroup) -> Non
                 whole = tuple(parameter.shape)
                 parameter.tensor_part = Part(whole, None, 0, group.get_local_rank(), group.size())  # type: ignore[attr-defined]
             child._parameters[key].tensor_mesh = group  # type: ignore[union-attr]
+    if made:
+        _warn_of_ties(module)
     WRAPPERS[DTensor] = _inside
+
+
+def _warn_of_ties(module: nn.Module) -> None:
+    """Name what begins as a copy of an embedding: it was tied to it, most likely, before ``parallelize_module``."""
+    trained = {one: name for name, one in module.named_parameters() if one.requires_grad and not one.is_meta}
+    for child in module.modules():
+        ours: Any = child._parameters["weight"] if isinstance(child, nn.Embedding) else None
+        name = trained.pop(ours, "")
+        for theirs, other in trained.items() if name else ():
+            part, its = ours.tensor_part, cast(Any, theirs).tensor_part
+            if part.shape != its.shape or theirs.dtype != ours.dtype:
+                continue
+            here, there = (ours, theirs) if part.dim == its.dim else (its.of(ours), part.of(theirs))
+            if torch.equal(here, there) and here.min() < here.max():
+                rank_zero_warn(
+                    f"'{name}' and '{other}' have the same values, and are two parameters: they will be trained "
+                    "apart. If they were tied, `parallelize_module` has untied them. Tie them after it."
+                )
 
 
 def _states(tensor: int, state: Tensor, group: Any = None) -> list[Tensor]:
@@ -187,9 +209,14 @@ def adopt(optimizers: Sequence[Optimizer], engine: ZeroEngine) -> None:
 
 
 def _watch(module: nn.Module, seen: dict[str, list[float]]) -> list[Any]:
-    """Note gradients of what parallel layers give all of their ranks whole, until what is returned is removed."""
+    """Note whole inputs of parallel layers, and gradients of whole outputs, until what is returned is removed."""
     names = {layer: name for name, layer in module.named_modules() if hasattr(layer, "_tensor_parallel")}
     shapes: dict[nn.Module, Any] = {}
+
+    def given(layer: nn.Module, inputs: tuple[Any, ...]) -> None:  # as it computes with them
+        for one in () if torch.compiler.is_compiling() else inputs:
+            if isinstance(one, DTensor) and one.placements == (Replicate(),):
+                note(f"The inputs of '{names[layer]}'", one._local_tensor)
 
     def first(layer: nn.Module, _: Any, output: Any) -> None:  # as it has computed it
         if not torch.compiler.is_compiling():
@@ -198,20 +225,22 @@ def _watch(module: nn.Module, seen: dict[str, list[float]]) -> list[Any]:
     def last(layer: nn.Module, _: Any, output: Any) -> None:  # as it returns it
         plain = not torch.compiler.is_compiling() and isinstance(output, Tensor) and not isinstance(output, DTensor)
         if plain and output.requires_grad and output.shape == shapes.get(layer):
-            output.register_hook(partial(note, f"the output of '{names[layer]}'"))
+            output.register_hook(partial(note, f"The gradients of the output of '{names[layer]}'"))
 
-    def note(name: str, gradient: Tensor) -> None:
-        seen[name] = _numbers(_arrived(gradient).reshape(-1)[:: max(1, gradient.numel() // 4096)])
+    def note(name: str, tensor: Tensor | None) -> None:
+        if tensor is not None:  # as of a compiled block
+            seen[name] = _numbers(_arrived(tensor.detach()).reshape(-1)[:: max(1, tensor.numel() // 4096)])
 
-    handles = [layer.register_forward_hook(first, prepend=True) for layer in names]
+    handles: list[Any] = [layer.register_forward_pre_hook(given) for layer in names]
+    handles += [layer.register_forward_hook(first, prepend=True) for layer in names]
     return handles + [layer.register_forward_hook(last) for layer in names]
 
 
 def _compare(slices: Sequence[Slice], outputs: dict[str, list[float]], watches: list[Any], engine: ZeroEngine) -> None:
-    """Raise ``DivergenceError`` if a gradient differs in a tensor group. Collective: every rank."""
+    """Raise ``DivergenceError`` if a gradient or an input differs in a tensor group. Collective: every rank."""
     while watches:
         watches.pop().remove()
-    numbers = {f"'{one.name}'": _numbers(one.gradient) for one in slices}
+    numbers = {f"The gradients of '{one.name}'": _numbers(one.gradient) for one in slices}
     total = sum(norm**2 for norm, *_ in numbers.values()) ** 0.5
     for one, found in zip(slices, numbers.values(), strict=True):
         found[0] += torch.finfo(one.user.dtype).eps ** 0.5 / 5 * total  # of which a twentieth is allowed
@@ -221,14 +250,16 @@ def _compare(slices: Sequence[Slice], outputs: dict[str, list[float]], watches: 
             _, *others = rows[first].get(name, rows[rank][name])
             if max(abs(a - b) for a, b in zip(ours, others, strict=True)) > 0.05 * norm:
                 cause = (
-                    "and each uses a part: its layer would get the gradient of one. Have it return a DTensor "
+                    "by the plan of `parallelize_module`. Gather what is split before it (`PrepareModuleInput`)."
+                    if name.startswith("The inputs")
+                    else "and each uses a part: its layer would get the gradient of one. Have it return a DTensor "
                     "(`use_local_output=False`): `output.to_local(grad_placements=[Partial()])` adds gradients up."
                     if name in outputs
                     else "and would train it apart. Each sees a part of what it is applied to: name its layer in the "
                     "plan of `parallelize_module` (a norm between sequence-parallel layers: `SequenceParallel()`)."
                 )
                 raise DivergenceError(
-                    f"The gradients of {name} on ranks {first} and {rank} differ. They are of one tensor group, whose "
+                    f"{name} on ranks {first} and {rank} differ. They are of one tensor group, whose "
                     f"ranks all have it whole, {cause} Or they got different batches or random numbers: a sampler of "
                     f"your own goes by `self.device_mesh['{DATA}'].get_local_rank()`."
                 )
@@ -403,14 +434,23 @@ def _give_back(layer: nn.Module, key: str) -> None:
 @cache
 def _parallel_kind(kind: type[nn.Module], keys: tuple[str, ...]) -> type[nn.Module]:
     """A class of modules of which these parameters are read as DTensors."""
-    namespace: dict[str, Any] = {key: property(_reader(key)) for key in keys}
+    namespace: dict[str, Any] = {key: property(_reader(key), _refuse) for key in keys}
     namespace |= {"_ordinary": kind, "_tensor_parallel": keys}
     namespace |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (kind,), namespace)
 
 
+def _refuse(layer: nn.Module, value: Any) -> None:
+    raise ParameterAccessError(
+        f"A tensor cannot take the place of a parameter of this {type(layer).__name__}, which tensor parallelism has "
+        "split, as pruning and `weight_norm` have it. Leave the layer out of the plan of `parallelize_module`."
+    )
+
+
 def _reader(key: str) -> Callable[[nn.Module], Any]:
     def read(layer: nn.Module) -> Any:
+        if key not in layer._parameters:
+            raise AttributeError(key)
         local: Any = layer._parameters[key]
         spec = getattr(local, "tensor_spec", None)
         binding = binding_of(local) if spec is not None else None

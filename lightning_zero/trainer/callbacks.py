@@ -200,7 +200,7 @@ def refuse_other_strategies(kind: type[Strategy], module: nn.Module) -> None:
     Its gradients would go to the shards, and its optimizer would find none.
     """
     trainer: Trainer | None = getattr(module, "_trainer", None)
-    if trainer is not None and _runs(trainer) and not isinstance(trainer.strategy, kind):
+    if trainer and trainer.state.status == TrainerStatus.RUNNING and not isinstance(trainer.strategy, kind):
         raise ParameterAccessError(
             f"{type(module).__name__} was trained with {kind.__name__}, and its gradients still go to what that has "
             f"laid out: {type(trainer.strategy).__name__} would train nothing. Give its Trainer an ordinary copy, made "
@@ -243,7 +243,7 @@ TRAINERS: WeakSet[Trainer] = WeakSet()
 
 def is_running(module: nn.Module) -> bool:
     """Whether one of them trains or evaluates the module at this moment."""
-    return any(_runs(trainer) and trainer.lightning_module is module for trainer in TRAINERS)
+    return any(one.state.status == TrainerStatus.RUNNING and one.lightning_module is module for one in TRAINERS)
 
 
 def undisturbed(trainer: Any, hooks: Iterable[str]) -> bool:
@@ -253,10 +253,6 @@ def undisturbed(trainer: Any, hooks: Iterable[str]) -> bool:
         if any(getattr(getattr(part, at, None), "__func__", None) is not getattr(base, at, None) for at in hooks):
             return False
     return True
-
-
-def _runs(trainer: Trainer) -> bool:
-    return trainer.state.status == TrainerStatus.RUNNING
 
 
 # ------------------------------------------------------------------------------------------------------- averages
@@ -352,10 +348,16 @@ def _slice(average: nn.Module, session: ZeroSession, module: nn.Module, prefix: 
     """Let the parameters of a callback's copy be slices of the module's values, for good: what they are of, and the
     first element, are in ``zero_part``. The Trainer may save it after the fit."""
     engine, copies = session.engine, dict[nn.Parameter, nn.Parameter]()
+    there = {name for name, _ in average.named_parameters(remove_duplicate=False)}
+    if later := [name for name, _ in module.named_parameters() if f"{prefix}{name}" not in there]:
+        raise ParameterAccessError(
+            f"The callback that averages copied {type(module).__name__} before `configure_model` or `setup` made "
+            f"{some(map(repr, later))}: DDP would average nothing of these. Make them in `__init__`."
+        )
     for name, parameter in module.named_parameters(remove_duplicate=False):
         owner, _, key = f"{prefix}{name}".rpartition(".")
         place: dict[str, Any] = average.get_submodule(owner)._parameters
-        if parameter in engine.names and place.get(key) is not None:
+        if parameter in engine.names:
             if parameter not in copies:
                 one, like = engine.shards[engine.names[parameter]], place[key]
                 values = one.read().detach().to(like.device, like.dtype, copy=True)
@@ -388,8 +390,7 @@ def _fitted(copy: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
         name, target = own.get(unwrapped(key), (key, None))
         part = getattr(target, "zero_part", None)
         if target is not None and part and tuple(value.shape) == part[0].whole_shape:
-            values = target.detach().clone()
-            read_slices([(local_part(value, part[0].part), part[1], values)])
-            value = values
+            stored, value = value, target.detach().clone()
+            read_slices([(local_part(stored, part[0].part), part[1], value)])
         fitted[name] = value
     return fitted

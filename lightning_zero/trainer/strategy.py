@@ -291,8 +291,7 @@ class ZeroStrategy(Processes, ParallelStrategy):
             adapt_fit(trainer, self._module, policy, self._absent, is_underway, self._replaced)
 
     def _refuse_averages(self) -> None:
-        averages = averaging(self._module.trainer.callbacks) if self._absent else []  # type: ignore[attr-defined]
-        if averages:
+        if self._absent and (averages := averaging(self._module.trainer.callbacks)):  # type: ignore[attr-defined]
             raise ParameterAccessError(
                 f"Parameters thawed in mid-fit, whose slices {type(averages[0]).__name__} averages: they would be "
                 "sharded again. Thaw before the fit, or use stage 1 or 2 in full precision."

@@ -32,6 +32,7 @@ from tests.helpers.split import Feed
 from tests.helpers.training import make_trainer
 
 __all__ = [
+    "LENGTH",
     "Llama",
     "Mlp",
     "Parallel",

@@ -5,26 +5,39 @@ from __future__ import annotations
 import os
 import re
 import signal
+import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.data import DataLoader
 
-from lightning_zero import ActivationPolicy, ZeroFabricStrategy, ZeroPrecision, ZeroStrategy
+from lightning_zero import (
+    ActivationPolicy,
+    AdamW8bit,
+    CommunicationMonitor,
+    InstabilityMonitor,
+    MemoryMonitor,
+    NvmeOffload,
+    ZeroFabricStrategy,
+    ZeroPrecision,
+    ZeroStrategy,
+)
 from lightning_zero.comm import GlooCollectives
 from lightning_zero.comm.native import SWITCH
-from lightning_zero.errors import DivergenceError
+from lightning_zero.errors import DivergenceError, ZeroError
 from lightning_zero.extensions.shared_memory.collectives import SharedMemoryCollectives
 from tests.helpers.parallel import (
+    LENGTH,
     Llama,
     Mlp,
     Parallel,
@@ -142,6 +155,11 @@ def tie(net: Llama) -> None:
     net.head.weight = net.embedding.weight
 
 
+def compile_attention(net: Llama) -> None:
+    for layer in net.layers:
+        layer.attention.compile(backend="aot_eager")
+
+
 def freeze(net: Llama) -> None:
     for parameter in (net.embedding.weight, net.norm.weight, net.layers[0].attention.query.weight):
         parameter.requires_grad_(False)
@@ -150,7 +168,7 @@ def freeze(net: Llama) -> None:
 SCALED = {"init_scale": 2.0**12, "growth_interval": 3}
 
 
-def test_features_are_those_of_one_process() -> None:
+def test_features_are_those_of_one_process(tmp_path: Path) -> None:
     """Accumulation, clipping, a loss of split logits, tied and frozen weights, offload, groups of shards, and more."""
     rows: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         # its name, what one process does, the module's, the strategy's and the Trainer's options
@@ -168,6 +186,9 @@ def test_features_are_those_of_one_process() -> None:
         ("frozen", {"change": freeze}, {"change": freeze}, {}, {}),
         ("offloaded", {}, {}, {"offload": "cpu"}, {}),
         ("recomputed", {}, {}, {"activations": ActivationPolicy(checkpointing="units")}, {}),
+        ("in files", {}, {}, {"offload": NvmeOffload(str(tmp_path))}, {}),
+        ("watched", {}, {}, {}, {"callbacks": [InstabilityMonitor(), MemoryMonitor(), CommunicationMonitor()]}),
+        ("attention compiled", {}, {"change": compile_attention}, {}, {}),
     ]
 
     def run(rank: int) -> None:
@@ -220,7 +241,7 @@ def scale_of(module: Parallel) -> float:
 def raised(strategy: ZeroStrategy, module: Parallel, **options: Any) -> str:
     try:
         fit(strategy, module, **options)
-    except (ValueError, DivergenceError) as error:
+    except (ValueError, ZeroError) as error:
         return str(error)
     return ""
 
@@ -242,8 +263,25 @@ def uses_parts(net: Mlp) -> dict[str, Any]:
     return {**gelu_plan(net), "blocks.1.up": ColwiseParallel(output_layouts=Replicate())}
 
 
+class Pooled(Mlp):
+    """Gives the head the mean over the positions: with ``pooled_plan``, over those of the rank."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x).mean(1, keepdim=True)).expand(-1, LENGTH, -1)
+
+
+def pooled_plan(net: Pooled) -> dict[str, Any]:
+    """As if the head got all of the sequence: every gradient is the same on all ranks, and wrong."""
+    head = ColwiseParallel(output_layouts=Replicate())
+    return {**gelu_plan(net, sequence=True), "norm": SequenceParallel(use_local_output=True), "head": head}
+
+
 def test_gradients_that_differ_in_a_tensor_group_are_named() -> None:
-    """Of a norm between sequence-parallel layers that the plan leaves out, and of an output that is used in parts."""
+    """Of a norm between sequence-parallel layers that the plan leaves out, and of an output that is used in parts; and
+    an input that is not whole."""
 
     def run(rank: int) -> list[str]:
         precisions = ("32-true", "bf16-mixed")
@@ -251,13 +289,19 @@ def test_gradients_that_differ_in_a_tensor_group_are_named() -> None:
             raised(zero(stage, 2), Parallel(Llama, forgetful), precision=precision)
             for stage in STAGES
             for precision in precisions
-        ] + [raised(zero(stage, 2, Mlp), Parallel(Mlp, uses_parts)) for stage in STAGES]
+        ] + [
+            raised(zero(stage, 2, Mlp), Parallel(build, plan))  # type: ignore[arg-type]
+            for build, plan in ((Mlp, uses_parts), (Pooled, pooled_plan))
+            for stage in STAGES
+        ]
 
     for messages in run_world(4, run):
         for message in messages[:6]:
             assert "The gradients of 'net.layers.1.feed_norm.weight' on ranks 0 and 1 differ" in message, message
-        for message in messages[6:]:
+        for message in messages[6:9]:
             assert "The gradients of the output of 'net.blocks.1.up' on ranks 0 and 1 differ" in message, message
+        for message in messages[9:]:
+            assert "The inputs of 'net.head' on ranks 0 and 1 differ" in message, message
 
 
 @pytest.mark.parametrize("policy", ["error", "join", "stop"])
@@ -376,21 +420,67 @@ def test_ranks_do_not_wait_for_one_that_failed(where: str, end: Any) -> None:
         assert re.search(r"(?i)rank \d (has failed|is gone|has ended)", failures[rank].message), failures[rank].message
 
 
+class Tied(Llama):
+    """Ties its weights too early."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tie(self)
+
+
+def test_weights_that_were_tied_before_they_were_split_are_named() -> None:
+    def run(rank: int) -> list[int]:
+        found = []
+        for build, change in ((Tied, lambda net: None), (Tied, tie), (Llama, lambda net: None)):
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                fitted = make_trainer(zero(3, 2))
+                fitted.fit(Parallel(build, llama_plan, change=change), DataLoader(range(1), batch_size=None))  # type: ignore[arg-type]
+            text = "'net.embedding.weight' and 'net.head.weight' have the same values"
+            found.append(sum(text in str(one.message) for one in seen))
+        return found
+
+    assert run_world(4, run)[0] == [1, 0, 0]
+
+
+class Early(Parallel):
+    """Has its layers before callbacks set themselves up, and splits them in ``configure_model``."""
+
+    def __init__(self) -> None:
+        super().__init__(Llama, llama_plan, F64)
+        self.net, self.split = made(Llama, F64), False
+
+    def configure_model(self) -> None:
+        if not self.split:
+            self.split = True
+            parallelize_module(self.net, self.device_mesh["tensor_parallel"], self.plan(self.net))
+
+
 def test_what_is_refused_at_set_up() -> None:
-    """A mesh that does not divide, a module that is not parallelised, whole-matrix optimizers."""
+    """A mesh that does not divide, a module that is not parallelised, whole-matrix optimizers; averages of layers that
+    came later, and pruning."""
 
     def run(rank: int) -> list[str]:
         muon = llama(optimizer=lambda parameters: torch.optim.Muon([p for p in parameters if p.ndim == 2]))
+        eight = llama(optimizer=partial(AdamW8bit, lr=0.01, min_8bit_size=100))
         whole = Parallel(Llama, lambda net: {}, F64)
+        averaged = {"callbacks": [StochasticWeightAveraging(swa_lrs=0.01)]}
+        pruned = {"callbacks": [ModelPruning("l1_unstructured", amount=0.5, use_lottery_ticket_hypothesis=False)]}
         return [
             raised(zero(3, 3), llama()),
             raised(zero(3, 2, data_parallel_size=3), llama()),
             raised(zero(3, 2), whole),
             raised(zero(3, 2), muon),
+            raised(zero(3, 2), eight),
+            *(raised(zero(stage, 2), llama(), **averaged) for stage in STAGES),
+            raised(zero(3, 2), Early(), **pruned),
         ]
 
     found = run_world(4, run)
     assert all(row == found[0] for row in found)
     expected = ("make a mesh of 1 x 3 ranks, and 4 run", "3 x 2 ranks, and 4 run", "no parameter that is a DTensor")
-    for message, text in zip(found[0], (*expected, "Muon steps on whole parameters"), strict=True):
+    expected += ("Muon steps on whole parameters", "AdamW8bit cannot update 'net.embedding.weight'")
+    expected += ("copied Parallel before `configure_model`",) * 3
+    expected += ("A tensor cannot take the place of a parameter of this Embedding",)
+    for message, text in zip(found[0], expected, strict=True):
         assert text in message, message
