@@ -24,13 +24,14 @@ _COMMANDS = {
     "plan": "print how a model would be sharded over ranks, and the memory that takes; allocates nothing",
     "inspect": "print what is inside a checkpoint and verify its files",
     "consolidate": "write a checkpoint as one ordinary file, or as safetensors",
+    "tune": "find the fastest settings of a run on this machine, by short runs of it",
     "doctor": "check what of this machine, or of the ranks of a job, will hurt a training, and say what to do",
     "fit": "train",
     "validate": "one pass over the validation data",
     "test": "one pass over the test data",
     "predict": "predictions for the predict data",
 }
-_OF_EXTENSIONS = {"plan": "planner", "doctor": "doctor", "inspect": "inspection"}
+_OF_EXTENSIONS = {"plan": "planner", "doctor": "doctor", "inspect": "inspection", "tune": "tune"}
 _TOOLS = {"consolidate", *_OF_EXTENSIONS}
 _RUN_OPTIONS = {
     "config FILE": "A configuration file. Options after it override it.",
@@ -97,8 +98,7 @@ def consolidate(args: Sequence[str]) -> int:
         except CheckpointError as error:
             complain(parser.prog, error)
             return 1
-    for path in written:
-        print(path)  # noqa: T201
+    print(*written, sep="\n")  # noqa: T201
     return 0
 
 
@@ -111,8 +111,7 @@ def answer_early() -> None:
     program = sys.orig_argv[-len(argv)] if argv[0] == "-m" else Path(argv[0]).name
     if program in (("lightning_zero",) if argv[0] == "-m" else ("lightning-zero", "lightning-zero.exe")):
         try:
-            command = _command(argv[1:])
-            if command in ("doctor", "inspect", "consolidate"):
+            if (command := _command(argv[1:])) in ("doctor", "inspect", "consolidate", "tune"):
                 _run_tool(command, argv[2:])
                 raise SystemExit(0)
         except ExtensionError as error:

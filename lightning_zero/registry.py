@@ -34,6 +34,7 @@ EXTENSIONS = {
     "ray": "`lightning_zero.ray`",
     "shared_memory": "communication through the shared memory of a host's processes",
     "tensor_parallel": "tensor parallelism (`tensor_parallel_size`)",
+    "tune": "`lightning-zero tune`",
     "watch": "the report of which rank waits for which",
 }
 

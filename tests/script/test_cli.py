@@ -9,6 +9,8 @@ import os
 import re
 import signal
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -17,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+import yaml
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -24,7 +27,9 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_zero import ZeroCLI, ZeroStrategy, __version__
 from lightning_zero.cli import main
 from lightning_zero.config import CheckpointPolicy, HostOffload, NvmeOffload
-from lightning_zero.extensions import doctor
+from lightning_zero.extensions import doctor, tune
+from lightning_zero.extensions.tune import children as tune_runs
+from lightning_zero.extensions.tune.search import Settings
 from tests.helpers.script import run_forked, run_script, start_forked
 from tests.helpers.world import free_port, rank_environment
 
@@ -430,3 +435,132 @@ def test_doctor_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
         while Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
             assert time.monotonic() < deadline
             time.sleep(0.1)
+
+
+# --------------------------------------------------------------------------------------------------------------- tune
+
+TRAIN = """\
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from lightning_zero import ZeroCLI, ZeroStrategy
+
+
+class Data(LightningDataModule):
+    def __init__(self, batch_size: int = 2) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(RandomDataset(32, 64), self.batch_size)
+
+
+class Model(BoringModel):
+    def training_step(self, batch, batch_idx):
+        if not isinstance(self.trainer.strategy, ZeroStrategy):
+            raise MemoryError("no room for replicas")
+        return super().training_step(batch, batch_idx)
+
+
+ZeroCLI(Model, Data)
+"""
+RUN = """\
+trainer:
+  strategy: ddp  # so far
+  accelerator: cpu
+  devices: 2
+  max_epochs: 1
+  callbacks:
+    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
+      init_args: {dirpath: kept, every_n_train_steps: 1}
+    - class_path: lightning.pytorch.callbacks.EarlyStopping
+      init_args: {monitor: nothing}
+    - class_path: lightning.pytorch.callbacks.LearningRateMonitor
+data:
+  batch_size: 2
+"""
+
+
+def test_tune_writes_a_configuration_that_trains(tmp_path: Path) -> None:
+    """Runs neither save, as ``ModelCheckpoint`` would, nor end early; they log, as a callback needs it, elsewhere."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "run.yaml").write_text(RUN)
+    arguments = ["--config=run.yaml", "--runs=2", "--steps=2", "--", sys.executable, "train.py", "fit"]
+    stdout, _ = run_script(["-m", "lightning_zero", "tune", *arguments], cwd=tmp_path, timeout=180.0)
+    assert "as given: ended with exit code 1: MemoryError: no room for replicas" in stdout
+    assert re.search(r"^zero1 +[\d.,]+ +[\d.,]+ ms +[\d.]+ MB +-$", stdout, re.M)
+    assert "Not tried, for want of runs: zero2; zero3;" in stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py", "run.yaml", "tuned.yaml"}
+    changed = RUN.replace("strategy: ddp  # so far", "strategy:\n    class_path: lightning_zero.zero1  # so far")
+    assert (tmp_path / "tuned.yaml").read_text() == changed
+    options = ["--trainer.fast_dev_run=2", "--trainer.logger=lightning.pytorch.loggers.CSVLogger"]
+    run_forked(
+        ["train.py", "fit", "--config=tuned.yaml", *options, "--trainer.logger.save_dir=."], cwd=tmp_path, ranks=2
+    )
+
+
+STUBBORN = """\
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if sys.argv[-1] != "again":
+    subprocess.Popen([sys.executable, __file__, "again"], start_new_session=True)
+open("ready", "a").write("*")
+time.sleep(100)
+"""
+
+
+def runs(pid: int) -> bool:
+    """Whether a process does: its parent may not have asked yet how it ended."""
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def test_tune_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a program that heeds no SIGTERM, and of what it started in a session of its own, as torchrun does."""
+    monkeypatch.setattr(tune_runs, "_GRACE", 0.5)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("trainer: {strategy: zero3}")
+    Path("program.py").write_text(STUBBORN)
+    pids, find = set[int](), tune_runs._running
+
+    def running(child: Any, mark: str) -> set[int]:
+        found = find(child, mark)
+        pids.update(found)
+        return found
+
+    def interrupt() -> None:
+        while not Path("ready").exists() or len(Path("ready").read_text()) < 2:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(tune_runs, "_running", running)
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert tune.run(["--config=run.yaml", "--timeout=60", "--", sys.executable, "program.py"]) == 130
+    assert len(pids) == 2
+    assert not any(map(runs, pids))
+    assert {path.name for path in tmp_path.iterdir()} == {"run.yaml", "program.py", "ready"}
+
+
+def test_runs_of_tune_are_short_and_keep_to_their_folder(tmp_path: Path) -> None:
+    """The user's options override the configuration, and what makes a run short overrides both."""
+    (tmp_path / "program.py").write_text("import sys\nprint(*sys.argv[1:])\nsys.exit('ValueError: no')")
+    kept = {"class_path": "lightning.pytorch.callbacks.LearningRateMonitor"}
+    config = {"trainer": {"callbacks": [kept], "max_steps": 5}, "ckpt_path": "last.ckpt"}
+    program = [sys.executable, str(tmp_path / "program.py")]
+    made = tune_runs.Children(tmp_path, program, ["--model.width=3"], config, 5, 60.0)
+    row = made.run(Settings(3), "trainer: {}")
+    assert row.failure == "ended with exit code 1: ValueError: no"
+    first, own, last = made.logs[0].splitlines()[0].split()
+    assert own == "--model.width=3"
+    assert Path(first.removeprefix("--config=")).read_text() == "trainer: {}"
+    short = yaml.safe_load(Path(last.removeprefix("--config=")).read_text())
+    trainer = short["trainer"]
+    assert short["ckpt_path"] is None
+    assert trainer["limit_val_batches"] == 0
+    assert trainer["default_root_dir"].startswith(str(tmp_path))
+    assert trainer["callbacks"][0] == kept
+    assert trainer["callbacks"][1]["class_path"].endswith(".Measurement")
+    with pytest.raises(FileNotFoundError, match="no-such-program"):
+        tune_runs.Children(tmp_path / "0", ["no-such-program"], [], config, 5, 60.0).run(Settings(3), "")

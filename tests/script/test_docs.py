@@ -10,6 +10,7 @@ import inspect
 import itertools
 import re
 import shlex
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, get_args
@@ -186,6 +187,11 @@ def test_command_runs(tmp_path: Path, command: str) -> None:
             cwd=tmp_path,
             ranks=int(understood.nproc_per_node),
         )
+    elif program == "lightning-zero" and arguments[0] == "tune":
+        words = [str(ROOT / word) if (ROOT / word).is_file() else word for word in arguments[1:]]
+        words[words.index("python")] = sys.executable
+        short = ["--runs=1", "--steps=1", *words, *SMALL["language_model"]]
+        run_script(["-m", "lightning_zero", "tune", *short], cwd=tmp_path)
     elif program == "lightning-zero":
         save_checkpoint(tmp_path / "runs" / "last.ckpt")
         run_forked(["-m", "lightning_zero", *arguments], cwd=tmp_path)

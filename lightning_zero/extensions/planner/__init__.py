@@ -17,7 +17,7 @@ __all__ = ["OPTIONS", "WHAT", "describe_plan", "estimate_memory", "help_text", "
 _COSTS = ("OptimizerCost", "expected_disk", "expected_host_memory", "expected_memory", "stage_memory")
 _LATER = dict.fromkeys(_COSTS, "costs") | dict.fromkeys(("describe_plan", "estimate_memory"), "estimate")
 _LATER |= {"measure_activations": "measure", "planner_of": "command"}
-_LATER |= dict.fromkeys(("activations_of", "choose_stage"), "choose")
+_LATER |= dict.fromkeys(("activations_of", "choose_stage", "free_host_memory"), "choose")
 
 WHAT = """\
 Shows how a model would be sharded over ranks, how much memory each stage needs, and which stage to choose.

@@ -117,6 +117,12 @@ def doctor(folder: Path) -> None:
     main(["doctor", "--help"])
 
 
+def tune(folder: Path) -> None:
+    from lightning_zero.cli import main
+
+    main(["tune", "--help"])
+
+
 def monitors(folder: Path) -> None:
     from lightning_zero import MemoryMonitor
 
