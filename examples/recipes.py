@@ -24,7 +24,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_zero import ZeroCLI
+from lightning_zero import ZeroCLI, ZeroStrategy
 
 
 def usage_error(message: str) -> SystemExit:
@@ -339,6 +339,8 @@ class RecipeCLI(ZeroCLI):
 
     def after_instantiate_classes(self) -> None:
         """Find the model's folder. One on the Hugging Face hub is downloaded, unless that was done."""
+        if not isinstance(strategy := self.trainer.strategy, ZeroStrategy):
+            raise usage_error("trainer.strategy: give one of lightning_zero, such as zero3")
         if not isinstance(self.model, CausalLM):
             if getattr(self.datamodule, "tokenizer", "") is None:
                 raise usage_error("give --data.tokenizer FOLDER or NAME, or bytes")
@@ -353,7 +355,6 @@ class RecipeCLI(ZeroCLI):
                 what = f"model.model_name_or_path={name!r} is not a folder, and the Hugging Face hub gave none"
                 raise usage_error(f"{what}: {error}") from None
         self.datamodule.tokenizer = self.datamodule.tokenizer or folder
-        strategy = self.trainer.strategy
         policy = replace(strategy.settings.checkpoint, initial_weights=folder)
         strategy.settings = replace(strategy.settings, checkpoint=policy)
 

@@ -96,6 +96,11 @@ def test_every_key_is_one_of_the_classes(config: Path, tmp_path: Path) -> None:
         ("lora", ["--data.path=.", "--model.model_name_or_path=."], "no file in '.' ends in .txt, .md"),
         ("lora", ["--data.path=.", "--model.rank=4", "--model.model_name_or_path=."], "rank"),
         ("vision_transformer", [], "give --data.path FOLDER"),
+        (
+            "vision_transformer",
+            ["--data.path=.", "--trainer.strategy=ddp"],
+            "trainer.strategy: give one of lightning_zero, such as zero3",
+        ),
     ],
 )
 def test_what_is_missing_is_named(recipe: str, options: list[str], message: str, tmp_path: Path) -> None:
@@ -146,40 +151,47 @@ BYTES = ["--model=tests.script.examples.test_recipes.MeanGPT", "--data.tokenizer
 TINY = ["--model.dim=16", "--model.layers=2", "--model.heads=2", "--model.context=32"]
 
 
-def check_resumed(tmp_path: Path, ranks: list[int], *options: str) -> None:
-    """A run of two ranks that is stopped and goes on with other numbers of them, beside one that is not stopped."""
+def check_resumed(tmp_path: Path, others: list[tuple[int, int]], *options: str) -> None:
+    """A run of two ranks that is stopped goes on with other numbers of ranks, and of batches that each accumulates.
+
+    It is compared with one that is not stopped.
+    """
     given = [f"--data.path={write_text(tmp_path)}", "--data.window=32", "--data.batch_size=6", "--trainer.max_steps=6"]
     given += ["--trainer.val_check_interval=6", "--model.learning_rate=1e-2", "--model.warmup_steps=2", *options]
-    given += ["--trainer.callbacks.every_n_train_steps=3"]
-    stop = ["--trainer.callbacks+=tests.script.examples.test_recipes.StopAt", "--trainer.callbacks.step=3"]
+    given += ["--trainer.callbacks.every_n_train_steps=2"]
+    stop = ["--trainer.callbacks+=tests.script.examples.test_recipes.StopAt", "--trainer.callbacks.step=2"]
+
+    def weights(folder: Path) -> dict[str, Tensor]:
+        last = folder / "runs/continued_pretraining/checkpoints/last.ckpt"
+        return {name: value + 0 for name, value in open_checkpoint(last, ControlGroup(None))["state_dict"].items()}
+
     whole = tmp_path / "whole"
     whole.mkdir()
     run("continued_pretraining", 2, whole, *given)
-    losses = logged(whole, "train/loss")
+    losses, expected = logged(whole, "train/loss"), weights(whole)
     assert len(losses) == 6
     assert losses[-1] < losses[0]
 
-    for count in ranks:
-        stopped = tmp_path / f"stopped{count}"
+    for ranks, accumulated in others:
+        stopped = tmp_path / f"stopped {ranks} {accumulated}"
         stopped.mkdir()
         run("continued_pretraining", 2, stopped, *given, *stop)
-        assert logged(stopped, "train/loss") == losses[:3]
-        run("continued_pretraining", count, stopped, *given)
-        after = logged(stopped, "train/loss", version=1)
-        if count == 2:
-            assert after == losses[3:]
-            assert logged(stopped, "val/loss", 1) == logged(whole, "val/loss")
-        else:
-            assert after == pytest.approx(losses[3:], rel=1e-5)
+        assert logged(stopped, "train/loss") == losses[:2]
+        run("continued_pretraining", ranks, stopped, *given, f"--trainer.accumulate_grad_batches={accumulated}")
+        after, found = logged(stopped, "train/loss", version=1), weights(stopped)
+        exact = (ranks, accumulated) == (2, 1)  # otherwise sums have other orders
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0 if exact else 1e-4)
+        if accumulated == 1:  # else that of a part of a step is logged
+            assert after == (losses[2:] if exact else pytest.approx(losses[2:], rel=1e-5))
 
 
 def test_a_run_that_was_stopped_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
-    check_resumed(tmp_path, [1], *BYTES, *TINY)
+    check_resumed(tmp_path, [(1, 1)], *BYTES, *TINY)
 
 
 @pytest.mark.thorough
 def test_a_run_that_was_stopped_goes_on_with_as_many_ranks_and_with_more(tmp_path: Path) -> None:
-    check_resumed(tmp_path, [2, 3], *BYTES, *TINY)
+    check_resumed(tmp_path, [(2, 1), (3, 1), (1, 2)], *BYTES, *TINY)
 
 
 # ------------------------------------------------------------------------------------------------ with other packages
@@ -282,7 +294,7 @@ def test_lora_begins_as_the_model_it_adapts(tmp_path: Path, llama: Path) -> None
 @pytest.mark.zoo
 @pytest.mark.thorough
 def test_continued_pretraining(tmp_path: Path, llama: Path) -> None:
-    check_resumed(tmp_path, [1, 3], f"--model.model_name_or_path={llama}")
+    check_resumed(tmp_path, [(1, 1), (3, 1)], f"--model.model_name_or_path={llama}")
 
 
 @pytest.mark.zoo
