@@ -2,7 +2,6 @@
 
 from lightning_zero.comm.collectives import (
     PATIENCE_SECONDS,
-    CollectiveCall,
     Collectives,
     Content,
     LocalCollectives,
@@ -10,13 +9,12 @@ from lightning_zero.comm.collectives import (
     Totals,
 )
 from lightning_zero.comm.control import ControlGroup, raising
-from lightning_zero.comm.groups import Groups, ShardGroup, orders_differ, shard_span
+from lightning_zero.comm.groups import Groups, ShardGroup
 from lightning_zero.comm.native import Exchange, GlooCollectives, NativeCollectives, choose_collectives
 from lightning_zero.comm.streams import Streams
 
 __all__ = [
     "PATIENCE_SECONDS",
-    "CollectiveCall",
     "Collectives",
     "Content",
     "ControlGroup",
@@ -30,7 +28,5 @@ __all__ = [
     "Streams",
     "Totals",
     "choose_collectives",
-    "orders_differ",
     "raising",
-    "shard_span",
 ]

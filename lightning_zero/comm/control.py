@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from lightning_zero.errors import CheckpointError, CommunicationError, DivergenceError
+from lightning_zero.errors import CheckpointError, CommunicationError, DivergenceError, some
 from lightning_zero.registry import extension, installed
 
 __all__ = ["ABOUT_GRADIENTS", "ANY_AGREEMENT", "LOOK_SECONDS", "ControlGroup", "Note", "current_watch", "doing"]
@@ -247,10 +247,8 @@ class ControlGroup:
             raise failure
         failures = [(rank, found) for rank, found in enumerate(results) if isinstance(found, _Failed)]
         if failures:
-            named = [f"  rank {rank}: {text}" for rank, text in failures[:_NAMED_RANKS]]
-            if len(failures) > _NAMED_RANKS:
-                named.append(f"  ... and {len(failures) - _NAMED_RANKS} more ranks.")
-            ranks = ", ".join(str(rank) for rank, _ in failures[:_NAMED_RANKS])
+            named = (f"  rank {rank}: {text}" for rank, text in failures[:_NAMED_RANKS])
+            ranks = some((rank for rank, _ in failures), _NAMED_RANKS)
             first = f"Could not {what}: failed on {'rank' if len(failures) == 1 else 'ranks'} {ranks}."
             raise error("\n".join(filter(None, [first, *named, advice]))) from failure
         return results
@@ -292,10 +290,7 @@ class ControlGroup:
         alike = [not differing >> 64 * index & _WORD for index in range(1, 1 + len(marks))]
         if not differing >> 64 * (1 + len(marks)):
             return Met([[*values]], words, alike)
-        if rows is None:
-            with doing(place):
-                rows = self._rows(self._packed(place, message))
-        return Met([[*row[len(marks) :]] for row in self._unpacked(rows, len(message))], words, alike)
+        return Met([[*row[len(marks) :]] for row in self._told(place, message, rows)], words, alike)
 
     def exchange(self, values: Sequence[int], place: str = ANY_AGREEMENT) -> list[list[int]]:
         """Every rank's 64-bit integers in rank order, equally many on each.
@@ -307,18 +302,18 @@ class ControlGroup:
         rows, _, differing = self._first(place, values)
         if len(values) < self.width and not differing:
             return [[*values] for _ in range(self.world_size)]
-        if rows is None or len(values) >= self.width:
-            with doing(place):
-                rows = self._rows(self._packed(place, values))
-        return [[*row] for row in self._unpacked(rows, len(values))]
+        return [[*row] for row in self._told(place, values, rows if len(values) < self.width else None)]
 
     @staticmethod
     def _packed(place: str, values: Sequence[int]) -> bytes:
         return struct.pack(f"<{1 + len(values)}q", zlib.crc32(place.encode()) | len(values) << 32, *values)
 
-    @staticmethod
-    def _unpacked(rows: Sequence[Any], count: int) -> Iterator[tuple[int, ...]]:
-        return (struct.unpack_from(f"<{count}q", row, 8) for row in rows)
+    def _told(self, place: str, values: Sequence[int], rows: Sequence[Any] | None) -> Iterator[tuple[int, ...]]:
+        """Every rank's values, of ``rows`` if all have them by now."""
+        if rows is None:
+            with doing(place):
+                rows = self._rows(self._packed(place, values))
+        return (struct.unpack_from(f"<{len(values)}q", row, 8) for row in rows)
 
     def _first(self, place: str, values: Sequence[int]) -> tuple[Sequence[Any] | None, int, int]:
         """The first message of an agreement. Returns every rank's, unless the ranks are many; and as numbers which of

@@ -34,6 +34,7 @@ import atexit
 import functools
 import itertools
 import os
+import resource
 import socket
 import struct
 import threading
@@ -54,10 +55,10 @@ from lightning_zero._torch import default_store, new_group
 from lightning_zero.comm.collectives import Pending
 from lightning_zero.comm.control import ControlGroup, watch_ranks
 from lightning_zero.config import ShardWithin
+from lightning_zero.errors import CommunicationError
 
-__all__ = ["ANSWER_SECONDS", "RANKS_PER_HOST", "STORE", "Connections", "Groups", "ShardGroup", "connections"]
-__all__ += ["destroy_default_group_at_exit", "order_launches", "orders_differ", "places_by_host"]
-__all__ += ["shard_span", "shut", "sockets", "this_host"]
+__all__ = ["ANSWER_SECONDS", "RANKS_PER_HOST", "STORE", "Groups", "ShardGroup", "allow_files", "connections", "joining"]
+__all__ += ["order_launches", "orders_differ", "places_by_host", "shard_span", "shut", "sockets", "this_host"]
 
 
 def orders_differ(device: torch.device, sharded: bool) -> bool:
@@ -93,17 +94,6 @@ def order_launches(device: torch.device) -> None:
     """Have nccl begin its kernels in the host's order, unless the environment says otherwise. Before its first one."""
     if device.type == "cuda":
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-
-
-def destroy_default_group_at_exit() -> None:
-    """End the default group while Python still runs; see [Note: groups end before the interpreter does]."""
-    owner = os.getpid()
-
-    def destroy() -> None:
-        if dist.is_initialized() and os.getpid() == owner:
-            dist.destroy_process_group()
-
-    atexit.register(destroy)
 
 
 RANKS_PER_HOST = "LIGHTNING_ZERO_RANKS_PER_HOST"
@@ -195,6 +185,34 @@ def sockets() -> dict[int, str]:
                 if (what := os.readlink(f"/proc/self/fd/{name}")).startswith("socket:"):
                     found[int(name)] = what
     return found
+
+
+@contextmanager
+def joining(world_size: int, backend: str) -> Iterator[None]:
+    """Around what makes the default group; see [Note: groups end before the interpreter does]."""
+    allow_files(world_size * (3 if "gloo" in backend else 2))  # two of rank 0's store: if it is full, all others wait
+    with connections.opened() as opened:
+        yield
+    connections[dist.group.WORLD.group_name] = opened  # type: ignore[union-attr]
+    atexit.register(_end_all, os.getpid())  # Lightning does so for nccl only
+
+
+def allow_files(more: int) -> None:
+    """Raise the limit of open files, torchrun's too if it serves the store, where so many more come near it.
+
+    To four times as many: wires of one host and workers open others. ``CommunicationError`` if the system forbids it.
+    """
+    with suppress(OSError):  # no Linux, or torchrun is another user's
+        needed = len(os.listdir("/proc/self/fd")) + 32 + more  # agreements have few
+        for process in (0, os.getppid()) if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else (0,):
+            soft, hard = resource.prlimit(process, resource.RLIMIT_NOFILE)
+            if 0 <= hard < needed:
+                raise CommunicationError(
+                    f"The connections of a rank make {needed} open files, and it may have {hard}. Raise the hard limit "
+                    "(ulimit -Hn): LimitNOFILE= of slurmd or kubelet, or docker run --ulimit nofile=."
+                )
+            if 0 <= soft < 4 * needed:
+                resource.prlimit(process, resource.RLIMIT_NOFILE, (min(hard, 4 * needed), hard))
 
 
 @dataclass(frozen=True)
@@ -294,6 +312,8 @@ class Groups:
         _LIVE.append(groups)
         for control, what in zip(controls, ("agreements", "checkpoints"), strict=True):
             _connect(control, timeout, what)
+        more = 2 * size if "gloo" in (backend or dist.get_backend()) else 0
+        controls[0].together("connect the ranks", functools.partial(allow_files, more), CommunicationError)
         groups.gather = groups.reduce = _made(backend, timeout, "parameters", sets)
         if tensor > 1:
             counted = [range(first, first + count) for first in range(0, world_size, count)]
@@ -359,8 +379,8 @@ class Groups:
 
     def stop(self) -> None:
         """Let all waits in resources end. Called from any thread."""
-        for resource in list(self._resources.values()):
-            getattr(resource, "stop", bool)()
+        for shared in list(self._resources.values()):
+            getattr(shared, "stop", bool)()
 
     def check_hosts(self) -> None:
         """Raise ValueError, on all ranks, if those of a shard group are not on one host. Collective: every rank."""
@@ -463,9 +483,11 @@ def _destroy(group: dist.ProcessGroup | None) -> None:
             dist.destroy_process_group(group)
 
 
-def _end_all() -> None:
+def _end_all(owner: int = 0) -> None:
     while _LIVE:
         _LIVE[-1].destroy()
+    if dist.is_initialized() and os.getpid() == owner:
+        dist.destroy_process_group()
 
 
 _ALL = "all"  # have come to a rendezvous

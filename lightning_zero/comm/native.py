@@ -294,12 +294,7 @@ class GlooCollectives(NativeCollectives):
             for at in others:
                 if sent[at].numel():
                     works.append(dist.isend(sent[at], group=group, group_dst=at, tag=tag))
-        return self.in_hops(kind, what, [(group, partial(_wait_for, works))], keep)
-
-
-def _wait_for(messages: Sequence[Any]) -> None:
-    for message in messages:
-        message.wait()
+        return self.in_hops(kind, what, [(group, lambda: [work.wait() for work in works])], keep)
 
 
 class Relay:

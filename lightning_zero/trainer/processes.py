@@ -28,14 +28,7 @@ from torch.optim import Optimizer
 
 from lightning_zero._torch import prefix_store, tcp_store
 from lightning_zero.comm.control import current_watch, naming_failures, raise_failure, watch_ranks
-from lightning_zero.comm.groups import (
-    Groups,
-    connections,
-    destroy_default_group_at_exit,
-    order_launches,
-    orders_differ,
-    shard_span,
-)
+from lightning_zero.comm.groups import Groups, joining, order_launches, orders_differ, shard_span
 from lightning_zero.config import SessionSettings, TimeoutLike, validate_timeout
 from lightning_zero.debug import full_parameters
 from lightning_zero.engine import ZeroEngine
@@ -191,10 +184,8 @@ class Processes:
             options: dict[str, Any] = {"timeout": self._timeout}
             options |= {} if device.type == "cpu" else {"device_id": device}
             options |= _store_of_this_attempt(self._timeout)
-            with connections.opened() as opened:
+            with joining(self.num_ranks, self.process_group_backend):
                 _init_dist_connection(self.cluster_environment, self.process_group_backend, **options)
-            connections[dist.group.WORLD.group_name] = opened  # type: ignore[union-attr]
-            destroy_default_group_at_exit()  # Lightning does so for nccl only
         if (watch := watch_ranks()) is not None:
             watch.begins_anew()
         if dist.get_world_size() != self.num_ranks:

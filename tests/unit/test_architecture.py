@@ -18,7 +18,7 @@ PACKAGE = ROOT / "lightning_zero"
 # ---------------------------------------------------------------------------------------------------------------------
 # Limits. A number here falls as the code does, and is never raised to let something pass.
 
-CORE_LINES = 23_407 + 40 + 26 + 19 + 3  # state of blocks; a stage that is chosen; an end of waits for ranks that hang
+CORE_LINES = 23_407 + 40 + 26 + 19 + 2  # state of blocks; a stage that is chosen; an end of waits for ranks that hang
 CORE_FILES = 84
 # Tensor parallelism, shared memory between its shard groups, activations split by it; 8-bit states; a chosen stage;
 # plans of tensor-parallel modules.

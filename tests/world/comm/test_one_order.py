@@ -29,10 +29,9 @@ from lightning_zero.comm import (
     ShardGroup,
     Streams,
     choose_collectives,
-    orders_differ,
 )
 from lightning_zero.comm.collectives import CollectiveCall
-from lightning_zero.comm.groups import RANKS_PER_HOST, order_launches
+from lightning_zero.comm.groups import RANKS_PER_HOST, order_launches, orders_differ
 from lightning_zero.config import Placement, SessionSettings
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.offload import MemoryTiers

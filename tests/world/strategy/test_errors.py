@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -22,6 +24,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroCLI, ZeroPrecision, ZeroStrategy, full_parameters
+from lightning_zero.comm import Groups
+from lightning_zero.comm.groups import allow_files
+from lightning_zero.errors import CommunicationError
 from tests.helpers.cases import WIDTH, Stack
 from tests.helpers.rows import Row, in_one_world
 from tests.helpers.runs import Net, quiet
@@ -390,3 +395,41 @@ def test_a_rank_that_sleeps_is_given_up_after_the_timeout(stage: int) -> None:
     assert limit - 0.5 < float(found[0].message.split()[0]) < limit + 4, found[0].message
     assert "timeout" in found[0].message.lower()
     assert found[1].type == "CommunicationError", found[1]
+
+
+def test_a_low_limit_of_open_files_is_raised_or_named() -> None:
+    """The soft one by a run, torchrun's too where it serves the store. A hard one is an error on every rank."""
+
+    def limit(soft: int, hard: int | None = None) -> None:
+        """More files than this process has open."""
+        opened = len(os.listdir("/proc/self/fd"))
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1] if hard is None else opened + hard
+        resource.setrlimit(resource.RLIMIT_NOFILE, (opened + soft, hard))
+
+    def spare() -> int:
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
+
+    def rank(number: int) -> tuple[str, list[int]]:
+        limit(8)
+        with quiet():
+            options: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+            trainer = pl.Trainer(strategy=ZeroStrategy(), accelerator="cpu", devices=2, max_epochs=1, **options)
+            trainer.fit(Module(), DataLoader(range(3), batch_size=None))
+        raised = [spare()]
+        limit(8)
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        if (child := os.fork()) == 0:
+            allow_files(0)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        raised.append(spare())
+        if number == 1:
+            limit(40, 40)  # enough for agreements
+        with pytest.raises(CommunicationError) as caught:
+            Groups.create("gloo", timedelta(seconds=50))
+        return str(caught.value), raised
+
+    (one, raised), (other, _) = run_world(2, rank, init_group=False, timeout=60)
+    assert one == other
+    assert re.search(r"failed on rank 1\.\n.* of a rank make \d+ open files, and it may have \d+\.", one)
+    assert min(raised) > 50

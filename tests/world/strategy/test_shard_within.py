@@ -26,7 +26,8 @@ from lightning_zero import (
     full_parameters,
     grad_norm,
 )
-from lightning_zero.comm import CollectiveCall, Groups
+from lightning_zero.comm import Groups
+from lightning_zero.comm.collectives import CollectiveCall
 from tests.helpers.training import make_trainer, quiet
 from tests.helpers.world import WorldError, run_world
 
