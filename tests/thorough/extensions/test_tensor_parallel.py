@@ -1,13 +1,140 @@
-"""Tensor parallelism on more meshes: six ranks, groups of one, and two models."""
+"""Tensor parallelism on more meshes, and of models of other shapes."""
 
 from __future__ import annotations
 
-import pytest
+from functools import partial
+from typing import Any
 
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
+from torch.nn import functional as F
+
+from tests.helpers.parallel import VOCABULARY, WIDTH, Parallel, alone, distance, fit, quiet
+from tests.helpers.split import Feed
 from tests.helpers.world import run_world
-from tests.world.extensions.test_tensor_parallel import MODELS, meshes
+from tests.world.extensions.test_tensor_parallel import F64, MODELS, STAGES, meshes, same, tie, zero
 
 
 @pytest.mark.parametrize(("ranks", "tensor"), [(4, 1), (4, 2), (4, 4), (6, 2), (6, 3)])
 def test_numbers_are_those_of_one_process(ranks: int, tensor: int) -> None:
     run_world(ranks, meshes, tensor, list(MODELS), timeout=200.0)
+
+
+class Attention(nn.Module):
+    """Half as many heads of keys and values as of queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.key, self.value = (nn.Linear(WIDTH, WIDTH // 2, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [layer(x).unflatten(-1, (-1, 6)).transpose(1, 2) for layer in (self.query, self.key, self.value)]
+        heads[1:] = [one.repeat_interleave(2, 1) for one in heads[1:]]
+        return self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+
+
+class Experts(nn.Module):
+    """Two of three for each position, by a router that all ranks have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, 3), nn.ModuleList(Feed(WIDTH, 2 * WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            at, weight = (chosen == number).any(-1), (weights * (chosen == number)).sum(-1, keepdim=True)
+            out = out.index_put((at,), weight[at] * expert(x[at]), accumulate=True)
+        return out
+
+
+class Recomputed(torch.autograd.Function):
+    """Runs a module without a graph, and once more in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x)
+        return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.module(x), gradients)
+        return x.grad, None
+
+
+class Block(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.norm, self.attention, self.kind = nn.LayerNorm(WIDTH), Attention(), kind
+        self.feed = Experts() if kind == "experts" else Feed(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        run = partial(Recomputed.apply, module=self.attention) if self.kind == "function" else self.attention
+        return self.feed(x + run(self.norm(x)))
+
+
+class Shaped(nn.Module):
+    """``shared``: blocks are called twice; ``classes``: the head gets the first token, which is a parameter."""
+
+    unit = "Block"
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.embedding = kind, nn.Embedding(VOCABULARY, WIDTH)
+        self.token = nn.Parameter(torch.randn(1, 1, WIDTH)) if kind == "classes" else None
+        self.body = nn.Sequential(Block(kind), Block(kind))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        if self.token is not None:
+            x = torch.cat([self.token.expand(len(x), -1, -1), x[:, 1:]], 1)
+        x = self.norm(self.body(self.body(x) if self.kind == "shared" else x))
+        return self.head(x) if self.token is None else self.head(x[:, :1]).expand(-1, tokens.shape[1], -1)
+
+
+def shaped_plan(net: Shaped) -> dict[str, Any]:
+    between = Shard(1) if net.kind == "classes" else Replicate()
+    plan: dict[str, Any] = {f"body.*.attention.{name}": ColwiseParallel() for name in ("query", "key", "value")}
+    plan["body.*.attention.out"] = RowwiseParallel(output_layouts=between)
+    feed = "body.*.feed" if net.kind != "experts" else "body.*.feed.experts.*"
+    plan |= {
+        f"{feed}.up": ColwiseParallel(input_layouts=between),
+        f"{feed}.down": RowwiseParallel(output_layouts=between),
+    }
+    plan["head"] = ColwiseParallel(output_layouts=Replicate())
+    if net.kind != "classes":
+        return {**plan, "embedding": RowwiseParallel(input_layouts=Replicate())}
+    whole, split = (Replicate(),), (Shard(1),)
+    plan |= {"body.*.norm": SequenceParallel(), "body.*.feed.norm": SequenceParallel(), "norm": SequenceParallel()}
+    plan["body.*.attention"] = PrepareModuleInput(input_layouts=split, desired_input_layouts=whole)
+    begin = PrepareModuleInput(input_layouts=whole, desired_input_layouts=split, use_local_output=True)
+    return {**plan, "body": begin}
+
+
+CHANGES: dict[str, Any] = {"tied": tie, "compiled": lambda net: net.body[1].feed.compile(backend="aot_eager")}
+
+
+def test_models_of_other_shapes() -> None:
+    def run(rank: int) -> None:
+        for kind in ("tied", "classes", "experts", "function", "shared", "compiled"):
+            build, change = partial(Shaped, kind), CHANGES.get(kind, lambda net: None)
+            build.unit = Shaped.unit  # type: ignore[attr-defined]
+            found: list[dict[str, Any]] = []
+            with quiet():
+                expected = alone(build, F64, steps=5, change=change)
+            for stage in STAGES:
+                module = Parallel(build, shaped_plan, F64, change=change)
+                found.append(fit(zero(stage, 2, build), module, 5, precision="64-true"))
+                assert (far := distance(expected, found[-1])) < 1e-12, f"{kind}, stage {stage}: {far}"
+            assert same(*found), kind
+
+    run_world(4, run, timeout=200.0)

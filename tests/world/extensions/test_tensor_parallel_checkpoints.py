@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from lightning_zero import CheckpointPolicy
+from lightning_zero import CheckpointPolicy, consolidate_checkpoint
+from tests.helpers.parallel import Llama, Parallel, drawn, llama_plan, made
 from tests.helpers.split import Layout, Net, Split, alone, contents, distance, fit, same
 from tests.helpers.world import run_world
+from tests.world.extensions.test_deepspeed import Save
 
 SAVED, STEPS = 2, 4  # steps before the checkpoint, and in all
 
@@ -174,3 +178,39 @@ def test_stock_readers_load_whole_tensors_and_other_parts(world: Path) -> None:
             same(matrices, {name: value.full_tensor() for name, value in placed.items()})
 
     run_world(4, rank, timeout=60)
+
+
+class Anywhere(Parallel):
+    def configure_model(self) -> None:
+        if self.net is None and self.device_mesh is None:
+            self.net = made(Llama, torch.float32)
+        super().configure_model()
+
+    def rows(self, batch_idx: int) -> Any:
+        return drawn(batch_idx) if self.device_mesh is None else super().rows(batch_idx)
+
+
+def test_directories_of_other_strategies_go_on_here(tmp_path: Path) -> None:
+    """Of ModelParallelStrategy, and of DeepSpeed's stages with three ranks: weights and states bit for bit."""
+
+    def save(_: int) -> None:
+        fit(ModelParallelStrategy(2, 2), Anywhere(Llama, llama_plan), SAVED, ended=tmp_path / "stock")
+        fit("ddp", Anywhere(Llama, llama_plan), SAVED, ended=tmp_path / "ddp.ckpt")
+
+    def resume(_: int) -> None:
+        for name, stage in (("stock", 3), ("deepspeed1", 2), ("deepspeed3", 3)):
+            begun = {"resume": tmp_path / name, "begun": tmp_path / f"begun {name}"}
+            fit(Layout(stage, 2, 2), Anywhere(Llama, llama_plan), SAVED + 1, **begun)
+
+    run_world(4, save, timeout=90)
+    plain = torch.load(tmp_path / "ddp.ckpt", weights_only=False)
+    values, (optimizer,) = plain.pop("state_dict"), plain.pop("optimizer_states")
+    optimizer["state"] = dict(zip(values, optimizer["state"].values(), strict=True))
+    rest: dict[str, Any] = {"values": values, "optimizer": optimizer, "client": plain, "groups": [list(values)]}
+    for stage in (1, 3):
+        Save(tmp_path / f"deepspeed{stage}", stage, 3, types.ModuleType("deepspeed"), **rest)
+    run_world(4, resume, timeout=90)
+    consolidate_checkpoint(tmp_path / "stock", tmp_path / "stock.ckpt", progress=False)
+    same(contents(tmp_path / "stock.ckpt"), contents(tmp_path / "begun stock"))
+    for stage in (1, 3):
+        same(contents(tmp_path / "ddp.ckpt"), contents(tmp_path / f"begun deepspeed{stage}"))
