@@ -545,16 +545,21 @@ def test_tune_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch: py
 
 def test_runs_of_tune_are_short_and_keep_to_their_folder(tmp_path: Path) -> None:
     """The user's options override the configuration, and what makes a run short overrides both."""
-    (tmp_path / "program.py").write_text("import sys\nprint(*sys.argv[1:])\nsys.exit('ValueError: no')")
+    text = "import sys\nprint(*sys.argv[1:])\nprint(open(sys.argv[1][9:]).read())\nsys.exit('ValueError: no')"
+    (tmp_path / "program.py").write_text(text)
+    (tmp_path / "runs").mkdir()
     kept = {"class_path": "lightning.pytorch.callbacks.LearningRateMonitor"}
     config = {"trainer": {"callbacks": [kept], "max_steps": 5}, "ckpt_path": "last.ckpt"}
     program = [sys.executable, str(tmp_path / "program.py")]
-    made = tune_runs.Children(tmp_path, program, ["--model.width=3"], config, 5, 60.0)
+    made = tune_runs.Children(tmp_path / "runs", tmp_path, program, ["--model.width=3"], config, 5, 60.0)
     row = made.run(Settings(3), "trainer: {}")
     assert row.failure == "ended with exit code 1: ValueError: no"
     first, own, last = made.logs[0].splitlines()[0].split()
     assert own == "--model.width=3"
-    assert Path(first.removeprefix("--config=")).read_text() == "trainer: {}"
+    assert made.logs[0].splitlines()[1] == "trainer: {}"
+    candidate = Path(first.removeprefix("--config="))
+    assert candidate.parent == tmp_path, "paths in it may start from its folder"
+    assert not candidate.exists()
     short = yaml.safe_load(Path(last.removeprefix("--config=")).read_text())
     trainer = short["trainer"]
     assert short["ckpt_path"] is None
@@ -563,4 +568,4 @@ def test_runs_of_tune_are_short_and_keep_to_their_folder(tmp_path: Path) -> None
     assert trainer["callbacks"][0] == kept
     assert trainer["callbacks"][1]["class_path"].endswith(".Measurement")
     with pytest.raises(FileNotFoundError, match="no-such-program"):
-        tune_runs.Children(tmp_path / "0", ["no-such-program"], [], config, 5, 60.0).run(Settings(3), "")
+        tune_runs.Children(tmp_path / "runs/0", tmp_path, ["no-such-program"], [], config, 5, 60.0).run(Settings(3), "")

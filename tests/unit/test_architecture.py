@@ -24,8 +24,8 @@ CORE_FILES = 84
 # plans of tensor-parallel modules.
 # Of these the doctor 552; 16 of a stopped store; 29 to name outputs used in parts; metrics counted once.
 # 40 to name inputs that are not whole, weights that were tied too early, and pruning of split parameters.
-# `lightning-zero tune` 845: the search, the YAML's text, child processes, what measures in them.
-EXTENSION_LINES = 9_500 + 611 + 293 + 285 + 60 + 340 + 552 + 16 + 40 + 845
+# `lightning-zero tune` 858: the search, the YAML's text, child processes, what measures in them.
+EXTENSION_LINES = 9_500 + 611 + 293 + 285 + 60 + 340 + 552 + 16 + 40 + 858
 CIRCLES_OF_PACKAGES = 0
 CIRCLES_OF_MODULES = 0
 FILES_WITH_HOOKS = 5  # one is a monitor, which looks at what units return

@@ -171,7 +171,9 @@ class _Tuning:
             TemporaryDirectory(prefix="lightning-zero-tune-") as folder,
             tqdm(total=options.runs, desc="tune", unit="run", leave=False, disable=None) as bar,
         ):
-            children = Children(Path(folder), *self.command, self.config, options.steps, options.timeout)
+            children = Children(
+                Path(folder), Path(options.config).parent, *self.command, self.config, options.steps, options.timeout
+            )
 
             def one(settings: Settings) -> Row:
                 bar.set_postfix_str(settings.beside(self.given) or "as given")

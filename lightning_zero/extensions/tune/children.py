@@ -44,6 +44,7 @@ class Children:
 
     Args:
         folder: for all that a run writes.
+        beside: where candidates are, as paths in a configuration may start from its folder.
         before, after: the command, with options of the user's in ``after``, which override a configuration.
         config: what was given.
         steps: to measure.
@@ -51,29 +52,39 @@ class Children:
     """
 
     def __init__(
-        self, folder: Path, before: Sequence[str], after: Sequence[str], config: Any, steps: int, timeout: float
+        self,
+        folder: Path,
+        beside: Path,
+        before: Sequence[str],
+        after: Sequence[str],
+        config: Any,
+        steps: int,
+        timeout: float,
     ) -> None:
-        self._folder, self._before, self._after, self._timeout = folder, before, after, timeout
-        self._config, self._steps = config, steps
+        self._folder, self._beside, self._before, self._after = folder, beside, before, after
+        self._config, self._steps, self._timeout = config, steps, timeout
         self.logs: list[str] = []
 
     def run(self, settings: Settings, text: str) -> Row:
         """Run with a configuration of this text. OSError if the program cannot be started."""
         folder, mark, failure = self._folder / str(len(self.logs)), secrets.token_hex(8), ""
         folder.mkdir()
-        candidate, short, log = (folder / name for name in ("candidate.yaml", "short.yaml", "log"))
-        candidate.write_text(text, encoding="utf-8")
+        candidate, short, log = self._beside / f".tune-{mark}.yaml", folder / "short.yaml", folder / "log"
         short.write_text(yaml.safe_dump(self._short(folder)), encoding="utf-8")
         command = [*self._before, f"--config={candidate}", *self._after, f"--config={short}"]
         with log.open("wb") as file:
             output: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
-            child = subprocess.Popen(command, env={**os.environ, _MARK: mark}, start_new_session=True, **output)
             try:
-                child.wait(self._timeout)
-            except subprocess.TimeoutExpired:
-                failure = f"no end after {self._timeout:g} s"
+                candidate.write_text(text, encoding="utf-8")
+                child = subprocess.Popen(command, env={**os.environ, _MARK: mark}, start_new_session=True, **output)
+                try:
+                    child.wait(self._timeout)
+                except subprocess.TimeoutExpired:
+                    failure = f"no end after {self._timeout:g} s"
+                finally:
+                    _end(child, mark)
             finally:
-                _end(child, mark)
+                candidate.unlink(missing_ok=True)
         self.logs.append(log.read_text(encoding="utf-8", errors="replace"))
         facts, first = _read(folder / "facts.json"), _read(folder / "0.json")
         ranks = [_read(folder / f"{rank}.json") for rank in range(first.get("ranks", 0))]
@@ -95,7 +106,7 @@ class Children:
         logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(folder)}}
         settings = {**_SHORT, "logger": logger, "default_root_dir": str(folder)}
         settings["callbacks"] = [*(callbacks if isinstance(callbacks, list) else [callbacks]), ours]
-        resumes = any("ckpt_path" in word for word in (*self._config, *self._after))
+        resumes = any("ckpt_path" in str(word) for word in (*self._config, *self._after))
         return {"trainer": settings, **({"ckpt_path": None} if resumes else {})}
 
 

@@ -50,7 +50,7 @@ def settings_of(config: Any, batch_key: Place | None) -> Settings:
         bucket_mib=given.get("bucket_mib"),
         activations=bool(given.get("activations")),
         batch_size=lookup(config, batch_key) if batch_key else None,
-        accumulate=lookup(config, ("trainer", "accumulate_grad_batches")) or 1,
+        accumulate=int(lookup(config, ("trainer", "accumulate_grad_batches")) or 1),
     )
 
 
