@@ -38,7 +38,7 @@ from lightning_zero._torch import (
 )
 from lightning_zero.plan.tree import sums_in_place
 
-__all__ = ["TiedLayer", "tied_layers"]
+__all__ = ["TiedLayer", "tied_layers", "use"]
 
 _embedding_gradient: Any = torch.ops.aten.embedding_dense_backward
 
@@ -67,8 +67,7 @@ class _Sum:
         """What to add to."""
         if self._first is None or self._backward != current_graph_task():
             return None
-        first: Tensor | None = self._first()
-        return first
+        return self._first()  # type: ignore[no-any-return]
 
 
 class _Use(torch.autograd.Function):
@@ -120,7 +119,7 @@ class _LookUp(torch.autograd.Function):
         return None, None, None, None
 
 
-_use: Any = _Use.apply
+use: Any = _Use.apply
 _look_up: Any = _LookUp.apply
 
 
@@ -135,22 +134,23 @@ class TiedLayer:
 
     def __init__(self, layer: nn.Module, weight: nn.Parameter, parts: _Sum) -> None:
         self.layer: Any = layer
-        self._weight = weight
-        self._parts = parts
+        self.weight = weight
+        self.parts = parts
 
     def __call__(self, input: Tensor) -> Any:
-        layer, weight, device = self.layer, self._weight, self._weight.device.type
+        layer, weight, device = self.layer, self.weight, self.weight.device.type
         watched = compiler_of_frames() is not None or is_tracing() or in_function_transform()
         # The user's autocast casts a weight once for all of its uses, and what is no parameter once for each.
         cached = torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled()
-        replaced = layer._parameters.get("weight") is not weight
+        # A tensor-parallel layer makes aliases where it reads its weight.
+        replaced = layer._parameters.get("weight") is not weight or hasattr(layer, "_ordinary")
         if watched or cached or replaced or not (torch.is_grad_enabled() and weight.requires_grad):
             return type(layer).forward(layer, input)
         if type(layer) is nn.Linear:
-            return F.linear(input, _use(weight, self._parts), layer.bias)
+            return F.linear(input, use(weight, self.parts), layer.bias)
         if device == "cpu":  # elsewhere the host would wait for the rows
-            return _look_up(input, weight, layer.padding_idx, self._parts)
-        return F.embedding(input, _use(weight, self._parts), layer.padding_idx)
+            return _look_up(input, weight, layer.padding_idx, self.parts)
+        return F.embedding(input, use(weight, self.parts), layer.padding_idx)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of the layer has its own forward."""

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Optimizer
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
@@ -44,10 +44,12 @@ from lightning_zero.comm.groups import connections
 from lightning_zero.config import SessionSettings
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.engine.guard import WRAPPERS
+from lightning_zero.engine.tied import TiedLayer, use
 from lightning_zero.errors import DivergenceError, ParameterAccessError, some
 from lightning_zero.optim.hooks import is_hooked
 from lightning_zero.optim.rules import optimizer_rule
 from lightning_zero.plan.layout import Part
+from lightning_zero.plan.tree import kind_of
 from lightning_zero.shards.binding import binding_of
 from lightning_zero.shards.slice import Slice, fingerprint
 
@@ -402,12 +404,35 @@ class _Shown(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = gradients
-        if gradient is None:
-            return None, None
-        if gradient.placements != ctx.placements:
-            gradient = gradient.redistribute(placements=ctx.placements)
-        return _arrived(gradient.to_local()), None
+        return (None if gradients[0] is None else _placed(gradients[0], ctx.placements)), None
+
+
+class _LookUp(torch.autograd.Function):
+    """``F.embedding`` of a part of the rows. It makes their gradient alone, where torch makes that of all rows."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, spec: Any, indices: DTensor, padding: int | None) -> Tensor:
+        ctx.padding, ctx.start, ctx.rows = padding, spec.mesh.get_local_rank() * len(local), len(local)
+        ctx.save_for_backward(indices.to_local())
+        ctx.set_materialize_grads(False)
+        return nn.functional.embedding(indices, _as_dtensor(local, spec), padding)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,), (indices,), rows = gradients, ctx.saved_tensors, ctx.rows
+        if gradient is not None:
+            places = indices - ctx.start
+            others = (places < 0) | (places >= rows) | (indices == (-1 if ctx.padding is None else ctx.padding))
+            places, gradient = places.masked_fill(others, rows), _placed(gradient, (Replicate(),))
+            gradient = torch.ops.aten.embedding_dense_backward(gradient, places, rows, rows, False)  # without `rows`
+        return gradient, None, None, None
+
+
+def _placed(gradient: DTensor, placements: Sequence[Placement]) -> Tensor:
+    """The local tensor of a gradient that is placed so, once it has arrived."""
+    if gradient.placements != placements:
+        gradient = gradient.redistribute(placements=placements)
+    return _arrived(gradient.to_local())
 
 
 def _as_dtensor(local: Tensor, spec: Any) -> DTensor:
@@ -415,7 +440,7 @@ def _as_dtensor(local: Tensor, spec: Any) -> DTensor:
     return DTensor(local.view_as(local), spec, requires_grad=local.requires_grad)
 
 
-_shown: Callable[[Tensor, Any], DTensor] = _Shown.apply
+_shown, _look_up = cast(Any, _Shown).apply, cast(Any, _LookUp).apply
 
 
 def _arrived(tensor: Tensor) -> Tensor:
@@ -425,18 +450,16 @@ def _arrived(tensor: Tensor) -> Tensor:
 
 def _give_back(layer: nn.Module, key: str) -> None:
     """Have a layer show its parameter ``key`` as a DTensor."""
-    kind = type(layer)
-    keys = (*getattr(kind, "_tensor_parallel", ()), key)
-    ordinary: Any = getattr(kind, "_ordinary", kind)
-    layer.__class__ = _parallel_kind(ordinary, keys)
+    kind: Any = kind_of(layer)
+    layer.__class__ = _parallel_kind(kind, (*getattr(layer, "_tensor_parallel", ()), key))
 
 
 @cache
 def _parallel_kind(kind: type[nn.Module], keys: tuple[str, ...]) -> type[nn.Module]:
     """A class of modules of which these parameters are read as DTensors."""
     namespace: dict[str, Any] = {key: property(_reader(key), _refuse) for key in keys}
-    namespace |= {"_ordinary": kind, "_tensor_parallel": keys}
-    namespace |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    namespace |= {"_ordinary": kind, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    namespace |= {"_tensor_parallel": keys, **({"forward": _embed} if kind is nn.Embedding else {})}
     return type(kind.__name__, (kind,), namespace)
 
 
@@ -451,18 +474,35 @@ def _reader(key: str) -> Callable[[nn.Module], Any]:
     def read(layer: nn.Module) -> Any:
         if key not in layer._parameters:
             raise AttributeError(key)
-        local: Any = layer._parameters[key]
-        spec = getattr(local, "tensor_spec", None)
-        binding = binding_of(local) if spec is not None else None
-        if spec is None or (binding is not None and binding.held):  # the user's own, or whole in the user's hands
-            return local
-        mesh, placements, shape, stride, made = spec
-        if local.dtype not in made:
-            like = DTensor.from_local(local.detach(), mesh, placements, run_check=False, shape=shape, stride=stride)
-            made[local.dtype] = like._spec
-        return _shown(local, made[local.dtype])
+        local, spec = _read(layer, key)
+        return local if spec is None else _shown(local, spec)
 
     return read
+
+
+def _read(layer: nn.Module, key: str) -> tuple[Any, Any]:
+    """A layer's parameter, and the spec of the DTensor to show in its place, if one is."""
+    local: Any = layer._parameters[key]
+    told, binding = getattr(local, "tensor_spec", None), binding_of(local)
+    if told is None or (binding is not None and binding.held):  # the user's own, or whole in the user's hands
+        return local, None
+    mesh, placements, shape, stride, made = told
+    if local.dtype not in made:
+        like = DTensor.from_local(local.detach(), mesh, placements, run_check=False, shape=shape, stride=stride)
+        made[local.dtype] = like._spec
+    spec, tied = made[local.dtype], vars(layer).get("forward")
+    if isinstance(tied, TiedLayer) and tied.weight is local and local.requires_grad and torch.is_grad_enabled():
+        local = use(local, tied.parts)
+    return local, spec
+
+
+def _embed(layer: Any, input: Any) -> Any:
+    """The forward of an embedding."""
+    (local, spec), whole = _read(layer, "weight"), isinstance(input, DTensor) and input.placements == (Replicate(),)
+    switched = torch.compiler.is_compiling() or layer.sparse or layer.scale_grad_by_freq or layer.max_norm is not None
+    if switched or not whole or spec is None or spec.placements != (Shard(0),):
+        return nn.Embedding.forward(layer, input)
+    return _look_up(local, spec, input, layer.padding_idx)
 
 
 def _inside(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

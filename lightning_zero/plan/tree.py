@@ -18,7 +18,7 @@ from lightning_zero._torch import storage_key, users_of
 from lightning_zero.errors import some
 from lightning_zero.plan.layout import ParameterSpec
 
-__all__ = ["HeldParameter", "ModuleNode", "ModuleTree", "check_memory", "refuse_modules", "sums_in_place"]
+__all__ = ["HeldParameter", "ModuleNode", "ModuleTree", "check_memory", "kind_of", "refuse_modules", "sums_in_place"]
 
 
 @dataclass
@@ -60,17 +60,16 @@ class ModuleTree:
         self.nodes = tuple(self._nodes.values())
         self.parameters = tuple(self._held.values())
         for held in self.parameters:
-            for holder in held.holders:
-                held.paths += holder.paths
+            held.paths = [path for holder in held.holders for path in holder.paths]
             held.above = frozenset().union(*held.paths)
             part, layers, parts = held.spec.part, [holder.module for holder in held.holders], 1
             if held.spec.aliases:
-                linear = sum(type(layer) is nn.Linear for layer in layers)
-                parts = 3 if not all(map(sums_in_place, layers)) else 1 if linear < 2 else 2
-            if part is not None and part.dim == 0 and any(isinstance(layer, nn.Embedding) for layer in layers):
+                linear = sum(kind_of(layer) is nn.Linear for layer in layers)
+                parts = 3 if not all(map(sums_in_place, layers)) else 1 if linear < 2 and not held.spec.is_split else 2
+            lookups = [layer for layer in layers if isinstance(layer, nn.Embedding)]
+            if part is not None and part.dim == 0 and not all(map(sums_in_place, lookups)):
                 parts = max(2, parts) + part.ranks - 1  # torch makes the whole gradient, and takes its rows
-            if parts > 1:
-                held.spec = replace(held.spec, parts=parts)
+            held.spec = replace(held.spec, parts=parts)
 
     def _visit(self, module: nn.Module, name: str, above: tuple[int, ...]) -> int:
         node = self._nodes.setdefault(id(module), ModuleNode(len(self._nodes), name, module))
@@ -107,10 +106,6 @@ class ModuleTree:
                 totals[index] += parameter.spec.numel
         return totals
 
-    def names_in(self, tops: set[int]) -> frozenset[str]:
-        """Names of the parameters in the modules of these nodes, or anywhere below them."""
-        return frozenset([p.spec.name for p in self.parameters if not tops.isdisjoint(p.above)])
-
 
 def _refuse_tensor(kind: str, name: str, tensor: Tensor) -> None:
     """Raise unless a parameter is a plain dense tensor, and a buffer a plain one, perhaps on the meta device.
@@ -138,12 +133,17 @@ def _refuse_tensor(kind: str, name: str, tensor: Tensor) -> None:
         )
 
 
+def kind_of(module: nn.Module) -> type[nn.Module]:
+    """The class of a module as it was before tensor parallelism made a subclass of it."""
+    return getattr(type(module), "_ordinary", type(module))
+
+
 def sums_in_place(module: nn.Module) -> bool:
     """Whether the parts of a gradient that layers like this one give to one weight are added where the first lies."""
     own = "forward" not in vars(module)
-    if type(module) is nn.Embedding:
+    if kind_of(module) is nn.Embedding:
         return own and not (module.sparse or module.scale_grad_by_freq or module.max_norm is not None)
-    return own and type(module) is nn.Linear
+    return own and kind_of(module) is nn.Linear
 
 
 def refuse_modules(module: nn.Module, world_size: int) -> None:

@@ -36,7 +36,7 @@ from torch.nn.utils.parametrize import ParametrizationList, type_before_parametr
 from lightning_zero._torch import BatchNorm
 from lightning_zero.config import UnitsLike, validate_units
 from lightning_zero.plan.layout import ParameterSpec
-from lightning_zero.plan.tree import ModuleNode, ModuleTree
+from lightning_zero.plan.tree import ModuleNode, ModuleTree, kind_of
 
 __all__ = ["UnitSpec", "find_named", "find_recomputed", "find_units", "full_precision_names"]
 
@@ -140,7 +140,8 @@ def find_named(tree: ModuleTree, rules: Sequence[str]) -> list[int]:
 def full_precision_names(tree: ModuleTree, classes: Sequence[str]) -> frozenset[str]:
     """Names of the parameters in batch norms, and in modules of these classes; ValueError for one that is not there."""
     named = {node.index for node in _of_classes(tree, classes, "full_precision")} if classes else set()
-    return tree.names_in(named.union([node.index for node in tree.nodes if isinstance(node.module, BatchNorm)]))
+    named |= {node.index for node in tree.nodes if isinstance(node.module, BatchNorm)}
+    return frozenset([held.spec.name for held in tree.parameters if not named.isdisjoint(held.above)])
 
 
 def find_recomputed(module: nn.Module, checkpointing: UnitsLike, rules: UnitsLike | None) -> tuple[str, ...]:
@@ -161,11 +162,10 @@ def find_recomputed(module: nn.Module, checkpointing: UnitsLike, rules: UnitsLik
         classes = validate_units(checkpointing) or ()
         return tuple(node.name for node in _of_classes(tree, classes, "ActivationPolicy.checkpointing"))
     units = [unit for unit in find_units(tree, validate_units(rules)) if unit.name]
-    by_name = {node.name: node.module for node in tree.nodes}
+    by_name = {node.name: compiled_module(node.module) or node.module for node in tree.nodes}
     names: list[str] = []
     for unit in units:
-        inner = by_name[unit.name]
-        if type(compiled_module(inner) or inner) not in CERTAIN_LEAVES and not set(unit.ancestors) & set(names):
+        if kind_of(by_name[unit.name]) not in CERTAIN_LEAVES and not set(unit.ancestors) & set(names):
             names.append(unit.name)
     if not names:
         raise ValueError(
@@ -224,7 +224,7 @@ def _candidates(tree: ModuleTree) -> dict[int, int]:
 
     def below(node: ModuleNode, seen: set[int]) -> Iterator[tuple[ModuleNode, bool]]:
         """Outermost blocks (with True) and large leaves outside of them, strictly below a node, each once."""
-        if type(node.module) in CERTAIN_LEAVES + WHOLE_MODULES:
+        if kind_of(node.module) in CERTAIN_LEAVES + WHOLE_MODULES:
             return
         counts: Counter[str] = Counter()
         if isinstance(node.module, CONTAINERS):
@@ -237,7 +237,7 @@ def _candidates(tree: ModuleTree) -> dict[int, int]:
             repeated = counts[class_name(child.module)] >= 2
             if repeated and has_forward(child.module) and numels[index] >= block_floor:
                 yield child, True
-            elif type(child.module) not in CERTAIN_LEAVES + WHOLE_MODULES:
+            elif kind_of(child.module) not in CERTAIN_LEAVES + WHOLE_MODULES:
                 yield from below(child, seen)
             elif numels[index] >= leaf_floor:
                 yield child, False
@@ -254,7 +254,7 @@ def _candidates(tree: ModuleTree) -> dict[int, int]:
                 stages = [
                     (node, is_block)
                     for node, is_block in inner
-                    if is_block and node.children and type(node.module) not in WHOLE_MODULES
+                    if is_block and node.children and kind_of(node.module) not in WHOLE_MODULES
                 ]
                 if sum(numels[node.index] for node, _ in stages) * 2 > numel:
                     add(stages, median)

@@ -7,6 +7,7 @@ import gc
 import re
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -72,7 +73,7 @@ def row_average(_: int) -> None:
         assert split.distance(expected, averaged(layout)) < 1e-12
 
 
-WIDE, WORDS = 128, 512
+WIDE = 128
 
 
 class Wide(pl.LightningModule):
@@ -80,18 +81,19 @@ class Wide(pl.LightningModule):
 
     Args:
         tied: whether embedding and head are one tensor.
+        words: of the embedding; 1024 are enough for a unit of its own.
     """
 
-    def __init__(self, tied: bool = False) -> None:
+    def __init__(self, tied: bool = False, words: int = 512) -> None:
         super().__init__()
-        self.tied = tied
+        self.tied, self.words = tied, words
 
     def configure_model(self) -> None:
         if hasattr(self, "net"):
             return
         blocks = [split.Feed(WIDE, hidden) for hidden in (320, 384, 320, 384)]
-        head = nn.Linear(WIDE, WORDS, bias=False)
-        self.net = nn.Sequential(nn.Embedding(WORDS, WIDE), *blocks, nn.Linear(WIDE, WIDE), head)
+        head = nn.Linear(WIDE, self.words, bias=False)
+        self.net = nn.Sequential(nn.Embedding(self.words, WIDE, padding_idx=1), *blocks, nn.Linear(WIDE, WIDE), head)
         plan: dict[str, Any] = {"0": RowwiseParallel(input_layouts=Replicate()), "6": ColwiseParallel()}
         plan |= {f"{index}.up": ColwiseParallel() for index in range(1, 5)}
         plan |= {f"{index}.down": RowwiseParallel() for index in range(1, 5)}
@@ -140,30 +142,56 @@ class Peak(pl.Callback):
             self.held.__exit__(None, None, None)
 
 
-CELLS = [(precision, stage, False) for precision in ("32-true", "bf16-mixed") for stage in (1, 2, 3)]
-CELLS += [("32-true", 3, True)]
+FEED = ("Feed",)
+CELLS: list[tuple[str, int, bool, int, Any]] = [
+    (precision, stage, False, 512, FEED) for precision in ("32-true", "bf16-mixed") for stage in (1, 2, 3)
+]
+CELLS += [("32-true", 3, False, 1024, None), ("32-true", 2, True, 512, FEED), ("32-true", 3, True, 512, FEED)]
 
 
-def planned(precision: str, tied: bool, receives: bool) -> MemoryEstimate:
+def planned(precision: str, tied: bool, words: int, units: Any, receives: bool) -> MemoryEstimate:
     dtypes: dict[str, Any] = {}
     if precision == "bf16-mixed":
         dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    settings: dict[str, Any] = {"units": ["Feed"], "prefetch": 1, "receive_buffer": receives}
-    return estimate_memory(Wide(tied), world_size=4, tensor_parallel_size=2, **settings, **dtypes)
+    settings: dict[str, Any] = {"units": units, "prefetch": 1, "receive_buffer": receives}
+    return estimate_memory(Wide(tied, words), world_size=4, tensor_parallel_size=2, **settings, **dtypes)
 
 
 def row_peak(estimates: dict[Any, MemoryEstimate]) -> None:
     """At rest, and at the worst moment, as the plan of the module says that was made before there were processes."""
-    for precision, stage, tied in CELLS:
-        module, peak = Wide(tied), Peak()
-        strategy = split.Layout(stage, 2, 2).strategy(units=["Feed"], prefetch=1)
+    for precision, stage, tied, words, units in CELLS:
+        module, peak = Wide(tied, words), Peak()
+        strategy = split.Layout(stage, 2, 2).strategy(units=units, prefetch=1)
         engine = split.fit(strategy, module, 2, callbacks=[peak], plugins=ZeroPrecision(precision)).strategy.engine
         receives = engine.collectives.receives
-        found = estimates[precision, tied, receives].stages[f"zero{stage}"]
+        found = estimates[precision, tied, words, units, receives].stages[f"zero{stage}"]
         where = f"{precision}, stage {stage}, rank {dist.get_rank()}: {found.peak}"
         assert found == estimate_memory(engine.plan, receive_buffer=receives).stages[f"zero{stage}"], where
         assert peak.rest == pytest.approx(found.rest.total, rel=0.02), where
         assert peak.held.most == pytest.approx(found.peak.total, rel=0.02), where
+        assert found.peak.raw_gradients <= 4 * words * WIDE // 2, where  # a rank's rows, and not all of them
+        own = {"net.0", "net.6"} if units is None else set()  # embedding and head, as without tensor parallelism
+        assert {unit.name for unit in engine.plan.units} & {"net.0", "net.6"} == own, where
+
+
+class ByTorch(Wide):
+    """Its embedding has the gradient that torch makes."""
+
+    def on_fit_start(self) -> None:
+        vars(self.net[0])["forward"] = partial(nn.Embedding.forward, self.net[0])  # type: ignore[arg-type]
+
+
+def row_rows(_: int) -> None:
+    """An embedding that is split by rows has the bits of torch's gradient, of tied weights too."""
+    for tied, units in ((False, None), (True, FEED)):
+        found = []
+        for kind in (Wide, ByTorch):
+            torch.manual_seed(0)
+            module = kind(tied)
+            split.fit(split.Layout(3, 2, 2).strategy(units=units), module, 3, plugins=ZeroPrecision("32-true"))
+            with full_parameters(module):
+                found.append([value.detach().clone() for value in module.parameters()])
+        assert all(map(torch.equal, *found)), tied
 
 
 def row_planned(_: int) -> None:
@@ -209,10 +237,11 @@ def rank(number: int, estimates: dict[Any, MemoryEstimate]) -> None:
     row_average(number)
     row_planned(number)
     row_peak(estimates)
+    row_rows(number)
 
 
 def test_a_run_holds_and_sends_what_was_planned() -> None:
-    asked = {(precision, tied, receives) for precision, _, tied in CELLS for receives in (False, True)}
+    asked = {(precision, *rest, receives) for precision, _, *rest in CELLS for receives in (False, True)}
     run_world(4, rank, {one: planned(*one) for one in asked}, timeout=200)
 
 
