@@ -51,6 +51,7 @@ SMALL = {
     "network": ["--model=1m", "--engines", "zero3-node", "--rates", "1gbit", "--rounds=1", "--tokens", "1", "8"],
     "changing_order": ["--width=16", "--blocks=3", "--rows=4", "--rounds=1", "--steps=1"],
     "host_time": ["--units=2", "--rounds=1", "--steps=1", "--precisions=32-true", "--out=host_time.json"],
+    "memory_limits": ["--help"],  # a limit takes control groups, and half an hour
     "verification": ["--mb=2", "--repeat=1"],
     "fabric_loop": ["--steps=2"],
     "language_model": [*SHORT, "--model.dim=32", "--model.layers=1", f"--data.path={ROOT / 'lightning_zero'}"],
