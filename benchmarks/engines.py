@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 from worlds import Turns
 
-from lightning_zero import ZeroStrategy
+from lightning_zero import InstabilityMonitor, ZeroStrategy
 
 # Clipping does all of its work, and multiplies by exactly 1: engines that sum the norm in another order stay comparable
 # bit for bit.
@@ -260,7 +260,13 @@ def parallelize(model: Any, mesh: DeviceMesh) -> None:
 
 
 def lightning(
-    task: Task, turns: Turns, *, strategy: Callable[[], Any], clip_at: float | None = CLIP_AT, group: int = 1
+    task: Task,
+    turns: Turns,
+    *,
+    strategy: Callable[[], Any],
+    clip_at: float | None = CLIP_AT,
+    group: int = 1,
+    callbacks: Callable[[], list[pl.Callback]] = list,
 ) -> None:
     """A Trainer that does nothing but train."""
     trainer = pl.Trainer(
@@ -270,6 +276,7 @@ def lightning(
         precision="bf16-mixed" if task.precision == "bf16" else "32-true",
         max_epochs=1,
         gradient_clip_val=clip_at,
+        callbacks=callbacks(),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -352,6 +359,13 @@ def _zero(stage: int, label: str, environment: tuple[tuple[str, str], ...] = ())
     return Engine(label, stage, train, 14.0, 19.0, ours=True, environment=environment)
 
 
+def _monitored(stage: int) -> Engine:
+    train = partial(
+        lightning, strategy=partial(ZeroStrategy, stage, units=["Block"]), callbacks=lambda: [InstabilityMonitor()]
+    )
+    return Engine(f"zero{stage}, InstabilityMonitor", stage, train, 14.0, 19.0, ours=True)
+
+
 def _tensor_parallel(stage: int) -> Engine:
     strategy = partial(ZeroStrategy, stage, units=["Block"], tensor_parallel_size=2)
     train = partial(lightning, strategy=strategy, group=2)
@@ -378,6 +392,7 @@ ENGINES = {
     "zero-redundancy": Engine("ZeroRedundancyOptimizer", 1, zero_redundancy, 13.0, 16.0),
     "deepspeed1": _deepspeed(1),
     "zero1": _zero(1, "zero1"),
+    "zero1-monitored": _monitored(1),
     "zero1-gloo": _zero(1, "zero1, over gloo", _GLOO),
     "fsdp2-whole": Engine("FSDP2 without reshard", 2, partial(fsdp2, reshard=False), 8.0, 22.0),
     "deepspeed2": _deepspeed(2),
@@ -387,6 +402,7 @@ ENGINES = {
     "lightning-fsdp2": Engine("Lightning FSDP2", 3, partial(lightning, strategy=model_parallel), 8.0, 22.0),
     "deepspeed3": _deepspeed(3),
     "zero3": _zero(3, "zero3"),
+    "zero3-monitored": _monitored(3),
     "zero3-gloo": _zero(3, "zero3, over gloo", _GLOO),
     "fsdp2-tp": Engine(
         "FSDP2, tensor-parallel",

@@ -221,7 +221,10 @@ def measure(engine: Engine, task: Task, ranks: int) -> dict[str, float]:
 
 
 TENSOR_PARALLEL = ("fsdp2-tp", "zero1-tp", "zero2-tp", "zero3-tp")
-NOT_DRAWN = ("zero1-gloo", "zero2-gloo", "zero3-gloo", "lightning-ddp", "lightning-fsdp2", *TENSOR_PARALLEL)
+NOT_DRAWN = (
+    *("zero1-monitored", "zero3-monitored", "zero1-gloo", "zero2-gloo", "zero3-gloo"),
+    *("lightning-ddp", "lightning-fsdp2", *TENSOR_PARALLEL),
+)
 COLUMNS = ("rest", "plan_rest", "peak", "plan_peak", "process_rest", "process_peak")
 
 

@@ -52,6 +52,8 @@ MAIN, WIRE = (4, 128), (1, 8)
 # Variants that answer a question of their own, in the table.
 TENSOR_PARALLEL = ("fsdp2-tp", "zero1-tp", "zero2-tp", "zero3-tp")
 NOT_DRAWN = (
+    "zero1-monitored",
+    "zero3-monitored",
     "zero1-gloo",
     "zero2-gloo",
     "zero3-gloo",
