@@ -238,9 +238,8 @@ def threads(ranks: int) -> Finding:
     allowed, each = max(1, math.ceil(min(cores))), torch.get_num_threads()
     found = f"{each} for each of {ranks} rank(s); {allowed} of {os.cpu_count()} cores may be used"
     advice = f"Set OMP_NUM_THREADS={allowed // ranks}" if ranks <= allowed else f"Start at most {allowed} rank(s) here"
-    return Finding(
-        "threads", found, warning="" if each * ranks <= allowed else f"{advice}: they take cores from one another."
-    )
+    advice = "" if each * ranks <= allowed else f"{advice}: they take cores from one another."
+    return Finding("threads", found, warning=advice)
 
 
 def _cgroup(controller: str, *names: str) -> Iterator[str]:
@@ -274,6 +273,9 @@ def limits() -> Iterator[Finding]:
     advice = f"Plan with --host-memory={usable >> 20}MiB: the system kills ranks that take more."
     found = f"{readable_size(usable)} of {readable_size(machine)} may be used"
     yield Finding("memory", found, warning="" if usable == machine else advice)
+    files, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], 512 + 9 * int(os.environ.get("WORLD_SIZE", "1"))
+    advice = f"Raise LimitNOFILE= of slurmd or kubelet, or docker run --ulimit nofile=: ranks may open {needed}."
+    yield Finding("open files", f"at most {files}", warning=advice if 0 <= files < needed else "")
     space, locked = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_MEMLOCK))
     if space != resource.RLIM_INFINITY:
         advice = "Run ulimit -v unlimited: shared memory and CUDA map much more than they use."
@@ -463,11 +465,9 @@ def pair(backend: str) -> Iterator[Finding]:
         both = watched(work, _SECONDS["pair"])
     said = both[0][0]
     reason = min((reason for _, reason in both if reason), key=lambda text: text.startswith("no end"), default="")
-    if not said:
-        yield Finding(f"two ranks, {backend}", f"no all-reduce: {reason}", problem=_NO_WAY)
-        return
-    yield Finding(f"two ranks, {backend}", said[0])
-    if backend == "gloo" and installed("shared_memory"):
+    found, advice = (said[0], "") if said else (f"no all-reduce: {reason}", _NO_WAY)
+    yield Finding(f"two ranks, {backend}", found, problem=advice)
+    if said and backend == "gloo" and installed("shared_memory"):
         reason = reason or said[1]
         advice = "Run ranks as one user in one container that allows it: over gloo they take longer."
         yield Finding("two ranks, memory", reason or "they read one another's", warning=reason and advice)

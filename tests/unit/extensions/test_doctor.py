@@ -198,6 +198,9 @@ def test_shared_memory_of_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_limits_of_a_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert not {"address space", "locked memory"} & {found.name for found in doctor.limits()}
+    assert only("open files", doctor.limits()).state == "ok"
+    monkeypatch.setenv("WORLD_SIZE", str(resource.getrlimit(resource.RLIMIT_NOFILE)[1] // 9))
+    assert "LimitNOFILE" in only("open files", doctor.limits()).warning
     with lowered(resource.RLIMIT_AS, 1 << 46):
         assert "ulimit -v" in only("address space", doctor.limits()).warning
     (tmp_path / "mlx5_0").mkdir()
