@@ -192,7 +192,7 @@ def test_command_runs(tmp_path: Path, command: str) -> None:
         words = [str(ROOT / word) if (ROOT / word).is_file() else word for word in arguments[1:]]
         words[words.index("python")] = sys.executable
         short = ["--runs=1", "--steps=1", *words, *SMALL["language_model"]]
-        run_script(["-m", "lightning_zero", "tune", *short], cwd=tmp_path)
+        run_script(["-m", "lightning_zero", "tune", *short], cwd=tmp_path, timeout=300)
     elif program == "lightning-zero":
         save_checkpoint(tmp_path / "runs" / "last.ckpt")
         run_forked(["-m", "lightning_zero", *arguments], cwd=tmp_path)
