@@ -66,6 +66,7 @@ class Try:
 @contextlib.contextmanager
 def limited(nbytes: int) -> Iterator[Path]:
     """A control group with this much memory. In the end nothing is left of it, nor of its processes."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     group = GROUPS / f"lightning-zero-{os.getpid()}"
     group.mkdir()
     try:
@@ -193,8 +194,8 @@ def batches(options: argparse.Namespace) -> None:
             return tried[batch].survived
 
         low, high = 0, 1
-        while survives(high):
-            low, high = high, 2 * high
+        while survives(high):  # more ranks have room for at least as much
+            low, high = high, max(2 * high, rows[-1]["batch"] if rows else 0)
         while high - low > max(1, low // 8):
             middle = (low + high) // 2
             low, high = (middle, high) if survives(middle) else (low, middle)

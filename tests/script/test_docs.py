@@ -52,6 +52,10 @@ SMALL = {
     "changing_order": ["--width=16", "--blocks=3", "--rows=4", "--rounds=1", "--steps=1"],
     "host_time": ["--units=2", "--rounds=1", "--steps=1", "--precisions=32-true", "--out=host_time.json"],
     "memory_limits": ["--help"],  # a limit takes control groups, and half an hour
+    "optimizers": [
+        *["--optimizers=adamw8bit", "--seeds=1", "--steps=2", "--out=optimizers.json", "--", "--model.dim=32"],
+        *["--model.layers=1", "--trainer.val_check_interval=2", f"--data.path={ROOT / 'lightning_zero'}"],
+    ],
     "verification": ["--mb=2", "--repeat=1"],
     "fabric_loop": ["--steps=2"],
     "language_model": [*SHORT, "--model.dim=32", "--model.layers=1", f"--data.path={ROOT / 'lightning_zero'}"],
@@ -171,7 +175,7 @@ def test_command_runs(tmp_path: Path, command: str) -> None:
         script, *options = (str(ROOT / word) if (ROOT / word).is_file() else word for word in arguments)
         arguments = [script, *options, *SMALL[Path(script).stem]]
         # These fork, and must not find threads of OpenMP or the profiler that a test before this one has left.
-        if Path(script).stem in ("offload", "trace", "dashboard"):
+        if Path(script).stem in ("offload", "trace", "dashboard", "optimizers"):
             run_script(arguments, cwd=tmp_path, timeout=180)
         else:
             again = Path(script).stem in ("memory", "step_time")
