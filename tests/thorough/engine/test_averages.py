@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_avg_fn, get_ema_multi_avg_fn
 
-from lightning_zero import HostOffload, NvmeOffload
+from lightning_zero import AdamW8bit, HostOffload, NvmeOffload
 from lightning_zero.errors import ParameterAccessError
 from tests.helpers.cases import WIDTH, Block
 from tests.helpers.runs import (
@@ -55,6 +55,11 @@ class EveryOther(WeightAveraging):
         return step_idx is not None and step_idx % 2 == 0
 
 
+class InEightBits(Net):
+    def configure_optimizers(self) -> Any:
+        return AdamW8bit(super().configure_optimizers().param_groups, lr=0.01, min_8bit_size=65)
+
+
 MADE: dict[str, Any] = {
     "ema": lambda: EMAWeightAveraging(decay=0.9),
     "ema without buffers": lambda: EMAWeightAveraging(decay=0.9, use_buffers=False, update_starting_at_step=2),
@@ -85,6 +90,8 @@ def test_averages_are_those_of_ddp() -> None:
         for precision in PRECISIONS:
             module, average = Net(Normed), EMAWeightAveraging(decay=0.99)
             found[precision] = made(module, fit(again(strategy), module, 4, callbacks=[average], precision=precision))
+        eight = InEightBits(Normed)
+        found["8 bits"] = made(eight, fit(again(strategy), eight, 4, val=1, callbacks=[MADE["ema"]()], **OPTIONS))
         return found
 
     assert_same(each_strategy(play))
