@@ -416,3 +416,8 @@ ENGINES = {
     "zero2-tp": _tensor_parallel(2),
     "zero3-tp": _tensor_parallel(3),
 }
+VARIANTS = (
+    *("zero1-monitored", "zero3-monitored", "zero1-gloo", "zero2-gloo", "zero3-gloo"),
+    *("lightning-ddp", "lightning-fsdp2", "fsdp2-tp", "zero1-tp", "zero2-tp", "zero3-tp"),
+)
+"""They answer a question of their own: in tables, and not in pictures."""

@@ -31,7 +31,7 @@ from typing import Any
 
 import results
 import torch
-from engines import ENGINES, OPTIONS, SIZES, Engine, Task
+from engines import ENGINES, OPTIONS, SIZES, VARIANTS, Engine, Task
 from offload_training import numel_of
 from torch.profiler import ProfilerActivity, profile
 from worlds import Turns, World, WorldFailed, restart_with
@@ -220,11 +220,6 @@ def measure(engine: Engine, task: Task, ranks: int) -> dict[str, float]:
     return found
 
 
-TENSOR_PARALLEL = ("fsdp2-tp", "zero1-tp", "zero2-tp", "zero3-tp")
-NOT_DRAWN = (
-    *("zero1-monitored", "zero3-monitored", "zero1-gloo", "zero2-gloo", "zero3-gloo"),
-    *("lightning-ddp", "lightning-fsdp2", *TENSOR_PARALLEL),
-)
 COLUMNS = ("rest", "plan_rest", "peak", "plan_peak", "process_rest", "process_peak")
 
 
@@ -271,7 +266,7 @@ def plot(cases: list[dict[str, Any]], path: Path) -> None:
                 row["label"], row["peak"], f"{row['rest']:.2f}, {row['peak']:.2f}", row["rest"], ours=row["ours"]
             )
             for name, row in case["engines"].items()
-            if name not in NOT_DRAWN
+            if name not in VARIANTS
         ],
         shades=("at rest", "at the peak of a step"),
     )

@@ -40,7 +40,7 @@ from typing import Any
 
 import results
 import torch
-from engines import ENGINES, SIZES, Task, earlier
+from engines import ENGINES, SIZES, VARIANTS, Task, earlier
 from offload_training import numel_of
 from worlds import Report, World, WorldFailed, restart_with
 
@@ -49,19 +49,6 @@ KEY = ("numel", "precision", "ranks", "batch", "malloc")
 # that is up to a tenth of a step of any engine, from one run to the next.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
 MAIN, WIRE = (4, 128), (1, 8)
-# Variants that answer a question of their own, in the table.
-TENSOR_PARALLEL = ("fsdp2-tp", "zero1-tp", "zero2-tp", "zero3-tp")
-NOT_DRAWN = (
-    "zero1-monitored",
-    "zero3-monitored",
-    "zero1-gloo",
-    "zero2-gloo",
-    "zero3-gloo",
-    "lightning-ddp",
-    "lightning-fsdp2",
-    "no-exchange",
-    *TENSOR_PARALLEL,
-)
 
 
 class Table:
@@ -242,7 +229,7 @@ def groups(names: list[str], numel: int, ranks: int, memory: float) -> list[list
 def plot(cases: list[dict[str, Any]], path: Path) -> None:
     """Bars of one case, the main one if it was measured: a step of every engine, as a ratio to DDP's."""
     case = max(cases, key=_weight)
-    rows = [row for name, row in case["engines"].items() if name not in NOT_DRAWN]
+    rows = [row for name, row in case["engines"].items() if name not in ("no-exchange", *VARIANTS)]
     which = f"{case['model'].upper()}, {case['precision']}, {case['ranks']} ranks on {case['run']['cores']} cores"
     results.bars(
         path,

@@ -36,7 +36,7 @@ from lightning_zero._torch import (
     is_tracing,
     will_accumulate,
 )
-from lightning_zero.plan.tree import sums_in_place
+from lightning_zero.plan.tree import kind_of, sums_in_place
 
 __all__ = ["TiedLayer", "tied_layers", "use"]
 
@@ -143,7 +143,7 @@ class TiedLayer:
         # The user's autocast casts a weight once for all of its uses, and what is no parameter once for each.
         cached = torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled()
         # A tensor-parallel layer makes aliases where it reads its weight.
-        replaced = layer._parameters.get("weight") is not weight or hasattr(layer, "_ordinary")
+        replaced = layer._parameters.get("weight") is not weight or kind_of(layer) is not type(layer)
         if watched or cached or replaced or not (torch.is_grad_enabled() and weight.requires_grad):
             return type(layer).forward(layer, input)
         if type(layer) is nn.Linear:

@@ -273,9 +273,10 @@ def limits() -> Iterator[Finding]:
     advice = f"Plan with --host-memory={usable >> 20}MiB: the system kills ranks that take more."
     found = f"{readable_size(usable)} of {readable_size(machine)} may be used"
     yield Finding("memory", found, warning="" if usable == machine else advice)
-    files, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], 512 + 9 * int(os.environ.get("WORLD_SIZE", "1"))
+    hard, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], 512 + 9 * int(os.environ.get("WORLD_SIZE", "1"))
     advice = f"Raise LimitNOFILE= of slurmd or kubelet, or docker run --ulimit nofile=: ranks may open {needed}."
-    yield Finding("open files", f"at most {files}", warning=advice if 0 <= files < needed else "")
+    found, few = ("no limit", False) if hard == resource.RLIM_INFINITY else (f"at most {hard}", hard < needed)
+    yield Finding("open files", found, warning=advice if few else "")
     space, locked = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_MEMLOCK))
     if space != resource.RLIM_INFINITY:
         advice = "Run ulimit -v unlimited: shared memory and CUDA map much more than they use."

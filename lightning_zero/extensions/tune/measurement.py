@@ -61,7 +61,6 @@ class Measurement(Callback):
         with suppress(OSError):  # Linux alone can forget a peak
             Path("/proc/self/clear_refs").write_text("5")
         self._global_step = trainer.global_step
-        self._ends = []
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

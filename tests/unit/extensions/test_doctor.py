@@ -201,6 +201,9 @@ def test_limits_of_a_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert only("open files", doctor.limits()).state == "ok"
     monkeypatch.setenv("WORLD_SIZE", str(resource.getrlimit(resource.RLIMIT_NOFILE)[1] // 9))
     assert "LimitNOFILE" in only("open files", doctor.limits()).warning
+    with monkeypatch.context() as unlimited:
+        unlimited.setattr(doctor.resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert only("open files", doctor.limits()).found == "no limit"
     with lowered(resource.RLIMIT_AS, 1 << 46):
         assert "ulimit -v" in only("address space", doctor.limits()).warning
     (tmp_path / "mlx5_0").mkdir()
