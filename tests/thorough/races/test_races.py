@@ -138,7 +138,12 @@ SPARE = {
 
 # What the package marks and waits for, in its source. Not what measures times, and not what copies for a checkpoint.
 CALLS = re.compile(r"(streams?|_out|_back)\.(mark|wait|gathering|reducing|transferring)\(|\.synchronize\(|\.query\(")
-ELSEWHERE = ("comm/streams.py", "extensions/monitors/usage.py", "checkpoint/background.py")
+ELSEWHERE = (
+    "comm/streams.py",
+    "extensions/monitors/usage.py",
+    "extensions/tune/measurement.py",
+    "checkpoint/background.py",
+)
 
 
 @pytest.fixture(scope="module")
