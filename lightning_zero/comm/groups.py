@@ -458,7 +458,7 @@ def _made(
     backend: str | None, timeout: timedelta | None, description: str, sets: Sequence[Sequence[int]]
 ) -> dist.ProcessGroup:
     """A group whose connections are known: of that one of ``sets`` which this rank is of. Collective: every rank."""
-    with connections.opened() as opened:
+    with connections.opened(range(dist.get_world_size())) as opened:  # gloo numbers the ranks of a set from 0
         group = new_group(backend, timeout, description, sets)
     connections[group.group_name] = opened
     return group

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -338,3 +339,39 @@ def test_waits_for_a_rank_that_never_connects_end() -> None:
     for at_once, at_timeout in run_world(2, rank, timeout=60):
         assert at_once < 10
         assert at_timeout < 12
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_waits_for_a_rank_that_never_connects_to_a_whole_mesh_end(failing: int) -> None:
+    """A rank that fails while it makes a group has said where it listens, and connects to nobody. Of two ranks one
+    waits for the other's connection, and which one gloo decides: so each fails in turn."""
+
+    class Store(dist.Store):
+        """The store, which ``failing`` cannot read."""
+
+        def set(self, key: str, value: Any) -> None:
+            store.set(key, value)
+
+        def get(self, key: str) -> Any:
+            return store.get(key)
+
+        def wait(self, keys: list[str], timeout: Any = None) -> None:
+            if dist.get_rank() == failing:
+                raise ValueError("fails")
+            store.wait(keys)
+
+    def rank(_: int) -> list[float]:
+        nonlocal store
+        store, seconds = _torch.default_store(), list[float]()
+        for _ in range(4):
+            begin, timer = time.monotonic(), threading.Timer(0.5, connections.shut, ["another group"])
+            with pytest.MonkeyPatch.context() as patch, suppress(ValueError, RuntimeError):
+                patch.setitem(dist.distributed_c10d._world.pg_map, dist.group.WORLD, ("gloo", Store()))
+                timer.start()
+                module._made("gloo", timedelta(seconds=10), "parameters", ())
+            timer.join()
+            seconds.append(time.monotonic() - begin)
+        return seconds
+
+    store: Any = None
+    assert max(map(max, run_world(2, rank, timeout=60))) < 5  # and not 50
