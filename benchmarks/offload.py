@@ -188,7 +188,7 @@ class Raw:
 
     def __init__(self, rig: Rig, threads: int) -> None:
         store = rig.tiers.store
-        (self._path,) = (path for path in Path(store.folder).iterdir() if path.stat().st_size >= store.nbytes_on_disk)
+        self._path = f"/proc/self/fd/{store._file._descriptor}"  # it has no name
         self._flags = os.O_RDWR | (os.O_DIRECT if store.direct else 0)
         self.nbytes = store.nbytes_on_disk
         self._memory = [host_memory(_TRANSFER_NBYTES, locked=False) for _ in range(2 * threads)]

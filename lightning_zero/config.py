@@ -193,8 +193,8 @@ class NvmeOffload:
     """Offload masters and optimizer state to files. Host memory holds reduced gradients and one pool of buffers.
 
     Args:
-        path: an existing, writable directory on a fast local disk. Every rank creates a folder in it and removes that
-            folder at the end of the run.
+        path: an existing, writable directory on a fast local disk. Every rank has a file there that has no name, so the
+            system frees its space however the run ends.
         optimizer: keep masters and optimizer state in files. A step reads, updates and writes them in pieces.
         parameters: keep the parameter shards in files too (stage 3 only), as for ``HostOffload``.
         buffer_mib: size of the pool of buffers on each rank, in MiB. Pinned with an accelerator.

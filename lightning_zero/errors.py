@@ -199,7 +199,7 @@ class CheckpointError(ZeroError):
 class OffloadError(ZeroError):
     """Offloaded data could not be read, written or updated on the host or on disk.
 
-    Cause: a full disk, an input/output error, a removed folder: the message names rank, file and reason.
+    Cause: a full disk, an input/output error: the message names rank, file and reason.
     Raised on every rank, before half-updated weights are used.
 
     Fix: remove the cause and resume from the last checkpoint, which is intact.

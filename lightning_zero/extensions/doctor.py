@@ -15,7 +15,6 @@ import os
 import platform
 import re
 import resource
-import secrets
 import signal
 import socket
 import sys
@@ -292,12 +291,9 @@ def offload_directory(path: str, system: Any = None) -> Iterator[Finding]:
     from lightning_zero.offload.host import host_memory
 
     system, folder, warning = system or FileSystem(), Path(path).resolve(), ""
-    name = folder / f"lightning_zero_doctor_{secrets.token_hex(8)}"
     block = host_memory(_BLOCK_NBYTES, locked=False).random_()
     try:
-        with closing(DataFile(name, 0, system, block)) as file:
-            name.unlink()  # however this ends, nothing is left
-            file.nameless = True
+        with closing(DataFile(str(folder), 0, system, block)) as file:
             file.grow(_FILE_NBYTES, "a test")
             writes, written = _rate(file.write, block, _FILE_NBYTES)
             reads, _ = _rate(file.read, block, written)
@@ -306,9 +302,6 @@ def offload_directory(path: str, system: Any = None) -> Iterator[Finding]:
         advice = "Give a directory on a local disk with space, to which you may write."
         yield Finding("offload directory", str(error), problem=advice)
         return
-    finally:
-        with suppress(OSError):
-            name.unlink()
     if kind in ("tmpfs", "ramfs"):
         warning = "Take a directory on a disk: what lies here takes the memory that offload saves."
     elif _ON_NETWORK.search(kind):

@@ -76,8 +76,8 @@ class ZeroSession:
     In this order: ``shard``, ``shard_optimizers``, then for each step ``with step(...)``, ``with backward()`` and
     ``optimizer.step()``; ``rest`` at the end. A module that was sharded before, by any session, goes on from there.
 
-    ``local_rank`` and ``local_ranks``: which rank of a host this is, and how many share its cores and disks. ``wire``
-    gives what carries weights and gradients, in place of ``choose_collectives``.
+    ``local_ranks``: how many ranks share the cores of a host. ``wire`` gives what carries weights and gradients, in
+    place of ``choose_collectives``.
 
     Attributes:
         checkpoints: what saves and loads.
@@ -90,14 +90,13 @@ class ZeroSession:
         settings: SessionSettings,
         groups: Groups,
         device: torch.device,
-        local_rank: int = 0,
         local_ranks: int = 1,
         wire: Callable[[Groups, Streams, torch.device], Collectives] | None = None,
     ) -> None:
         self.settings, self.groups = settings, groups
         if settings.shard_within == "node":
             groups.check_hosts()
-        self.device, self.local_rank, self.local_ranks = device, local_rank, local_ranks
+        self.device, self.local_ranks = device, local_ranks
         self.wire = wire or partial(choose_collectives, exchange=self._exchange)
         self.checkpoints = Checkpoints(settings.checkpoint, groups)
         self._engine: ZeroEngine | None = None
@@ -170,7 +169,7 @@ class ZeroSession:
             self.settings = extension("planner").choose_stage(self, module, plan_of, collectives.receives, activations)
         plan = self._plan(module, dtypes, collectives)
         check_memory(module, self.device)
-        tiers = make_tiers(self.settings.offload, plan, control, self.device, streams, self.local_rank)
+        tiers = make_tiers(self.settings.offload, plan, control, self.device, streams)
         try:
             values = MetaValues.by_unit(module, plan)
             self._engine = ZeroEngine(module, plan, collectives, control, tiers, values)
@@ -427,14 +426,13 @@ def make_tiers(
     control: ControlGroup,
     device: torch.device,
     streams: Streams | None = None,
-    local_rank: int = 0,
 ) -> MemoryTiers:
     """Memory for an engine, by tier.
 
-    Collective: every rank; ``OffloadError`` on all, if the files of one cannot be made.
+    Collective: every rank; ``OffloadError`` on all, if the file of one cannot be made.
     """
     if isinstance(offload, NvmeOffload):
-        return cast(MemoryTiers, extension("nvme").make_tiers(offload, plan, control, device, streams, local_rank))
+        return cast(MemoryTiers, extension("nvme").make_tiers(offload, plan, control, device, streams))
     pin = offload.pin_mib if isinstance(offload, HostOffload) else None
     return MemoryTiers(device, streams, pin_nbytes=None if pin is None else int(pin * 2**20))
 

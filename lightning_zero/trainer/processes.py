@@ -225,7 +225,7 @@ class Processes:
             span = shard_span(self.settings.shard_within, self.num_processes // tensor, data)
             apart = orders_differ(self.root_device, self.settings.placement.shards_parameters)
             groups = Groups.create(self.process_group_backend, self._timeout, apart, span, tensor)
-            self._session = ZeroSession(self.settings, groups, self.root_device, self.local_rank, self.num_processes)
+            self._session = ZeroSession(self.settings, groups, self.root_device, self.num_processes)
         return self._session
 
     def _localise(self, module: nn.Module) -> None:

@@ -91,21 +91,23 @@ def fail(kind: str, code: int) -> Callable[[Call], None]:
 @contextmanager
 def store(path: Path, system: FileSystem | None = None, *, kib: int = 1024, threads: int = 2) -> Iterator[NvmeStore]:
     """A store that is closed, and has left nothing."""
-    opened = NvmeStore(
-        str(path), rank=3, world_size=4, buffer_nbytes=kib << 10, io_threads=threads, device=CPU, system=system
-    )
+    opened = NvmeStore(str(path), rank=3, buffer_nbytes=kib << 10, io_threads=threads, device=CPU, system=system)
     try:
         yield opened
     finally:
         opened.close()
-        assert not Path(opened.folder).exists()
         assert not io_threads()
 
 
-def flip(file: Path, resting: FileTensor, element: int, bit: int = 0) -> None:
+def data_of(opened: NvmeStore) -> Path:
+    """A path to a store's file, which has no name of its own."""
+    return Path(f"/proc/self/fd/{opened._file._descriptor}")
+
+
+def flip(resting: FileTensor, element: int, bit: int = 0) -> None:
     """Change one bit of an element, as a disk does that does not keep what it was given."""
     place = resting.region.offset + (resting.start + element) * resting.dtype.itemsize
-    with file.open("r+b") as opened:
+    with open(f"/proc/self/fd/{resting.region.file._descriptor}", "r+b") as opened:
         opened.seek(place)
         (byte,) = opened.read(1)
         opened.seek(place)

@@ -28,13 +28,11 @@ def make_tiers(
     control: ControlGroup,
     device: torch.device,
     streams: Streams | None = None,
-    local_rank: int = 0,
     system: FileSystem | None = None,
 ) -> FileTiers:
-    """Memory for an engine, by tier. The first rank of a host reports what earlier runs have left on its disk.
+    """Memory for an engine, by tier.
 
-    Collective: every rank; ``OffloadError`` on all, if the files of one cannot be made, or have no room for the
-    masters.
+    Collective: every rank; ``OffloadError`` on all, if the file of one cannot be made, or has no room for the masters.
     """
     made: list[NvmeStore] = []
 
@@ -42,12 +40,10 @@ def make_tiers(
         store = NvmeStore(
             offload.path,
             rank=control.rank,
-            world_size=control.world_size,
             buffer_nbytes=int(offload.buffer_mib * 2**20),
             io_threads=offload.io_threads,
             device=device,
             system=system,
-            report=local_rank == 0,
             checksums=offload.checksums,
         )
         made.append(store)

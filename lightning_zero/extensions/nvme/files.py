@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -57,8 +58,6 @@ class FileSystem:
 
     open = staticmethod(os.open)
     close = staticmethod(os.close)
-    stat = staticmethod(os.stat)
-    fstat = staticmethod(os.fstat)
 
     def preadv(self, descriptor: int, memory: memoryview, offset: int) -> int:
         return os.preadv(descriptor, [memory], offset)
@@ -81,14 +80,17 @@ class FileSystem:
 class DataFile:
     """A file of whole pages that grows, and is read and written from any thread. Its errors are ``OffloadError``.
 
-    It is created exclusively, readable for this user only. It goes past the page cache where the file system takes that
-    (``direct``): what is offloaded then takes no memory but the buffers. Everything that is read or written then has to
-    be aligned, in memory and in the file; one thread at a time does so for other elements through ``staging``, whole
-    pages.
+    It is created in ``folder``, for this user only, and loses its name at once: nobody else can open it, and the system
+    frees its space when this process closes it or ends, however that ends. It goes past the page cache where the file
+    system takes that (``direct``): what is offloaded then takes no memory but the buffers. Everything that is read or
+    written then has to be aligned, in memory and in the file; one thread at a time does so for other elements through
+    ``staging``, whole pages.
     """
 
-    def __init__(self, path: Path, rank: int, system: FileSystem, staging: Tensor) -> None:
-        self.path = path
+    def __init__(self, folder: str, rank: int, system: FileSystem, staging: Tensor) -> None:
+        self.folder = Path(folder).absolute()
+        self.name = f"lightning_zero-rank{rank}-{secrets.token_hex(8)}"
+        """Unlike that of any other file, although it is no longer in the folder."""
         self.nbytes = 0
         self.staging, self.staging_lock = staging, threading.Lock()
         self._rank = rank
@@ -99,13 +101,17 @@ class DataFile:
         self._descriptor = -1
         self._users = 0
         self._closed = False
-        self.nameless = False  # removed from its folder by its store, and to be used all the same until ``close``
         self.direct = False
         try:
             self._open()
         except BaseException:
             self.close()
             raise
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process made it; one that was forked from it did not."""
+        return os.getpid() == self._pid
 
     @property
     def alignment(self) -> int:
@@ -137,8 +143,8 @@ class DataFile:
                 if error.errno not in _NOT_OFFERED:
                     raise OffloadError(
                         f"Rank {self._rank}: {amount(nbytes)} for {what}, beside {amount(self.nbytes)} there already, "
-                        f"cannot be reserved in '{self.path}': {error.strerror or error}{self._free(error)}. Free some "
-                        "space, or take another path."
+                        f"cannot be reserved in '{self.folder}': {error.strerror or error}{self._free(error)}. Free "
+                        "some space, or take another path."
                     ) from error
                 zeros = host_memory(min(nbytes, PIECE_NBYTES), locked=False)
                 for start in range(0, nbytes, zeros.numel()):
@@ -149,31 +155,16 @@ class DataFile:
     def check_usable(self) -> None:
         """Raise unless this process may use the file. Takes no lock, which a forked process could have found held."""
         if self._closed:
-            raise OffloadError(f"Rank {self._rank}: '{self.path}' was closed: its run has ended.")
-        if os.getpid() != self._pid:
+            raise OffloadError(f"Rank {self._rank}: its file in '{self.folder}' was closed: the run has ended.")
+        if not self.is_ours:
             raise OffloadError(
-                f"Rank {self._rank}: '{self.path}' belongs to process {self._pid}; a process forked from it cannot use "
-                "what is offloaded. Read it before forking."
+                f"Rank {self._rank}: its file in '{self.folder}' belongs to process {self._pid}; a process forked from "
+                "it cannot use what is offloaded. Read it before forking."
             )
-
-    def check_alive(self) -> None:
-        """Raise unless the file is still the one that was created: neither removed nor replaced nor cut off."""
-        try:
-            with self._in_use() as descriptor:
-                ours = self._system.fstat(descriptor)
-                there = ours if self.nameless else self._system.stat(self.path)
-        except OSError as error:
-            raise self._lost(error.strerror or str(error)) from error
-        if (ours.st_dev, ours.st_ino) != (there.st_dev, there.st_ino):
-            raise self._lost("another file is in its place")
-        if not ours.st_nlink and not self.nameless:
-            raise self._lost("it was removed")
-        if ours.st_size < self.nbytes:
-            raise self._lost(f"it has {ours.st_size} bytes instead of {self.nbytes}")
 
     def close(self) -> None:
         """Close the file, as soon as no thread is reading or writing. The second time, and after a fork, nothing."""
-        if os.getpid() != self._pid:
+        if not self.is_ours:
             return
         with self._lock:
             self._closed = True
@@ -200,21 +191,26 @@ class DataFile:
                 self._system.close(descriptor)
 
     def _open(self) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        path, flags = self.folder / self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            self._descriptor = self._system.open(self.path, flags, 0o600)
+            self._descriptor = self._system.open(path, flags, 0o600)
+            try:
+                page = host_memory(PAGE_NBYTES, locked=False)
+                self.write(page, 0, "a first page")
+                if flag := getattr(os, "O_DIRECT", 0):
+                    self.direct = self._takes_direct(path, flag, page)
+            finally:
+                path.unlink()
         except OSError as error:
-            raise OffloadError(f"Rank {self._rank}: '{self.path}' cannot be created: {error.strerror}.") from error
-        page = host_memory(PAGE_NBYTES, locked=False)
-        self.write(page, 0, "a first page")
-        if flag := getattr(os, "O_DIRECT", 0):
-            self.direct = self._takes_direct(flag, page)
+            raise OffloadError(
+                f"Rank {self._rank}: a file cannot be created in '{self.folder}': {error.strerror}."
+            ) from error
 
-    def _takes_direct(self, flag: int, page: Tensor) -> bool:
+    def _takes_direct(self, path: Path, flag: int, page: Tensor) -> bool:
         """Open the file again past the page cache, and keep that if a page really goes there and comes back."""
         buffered = self._descriptor
         try:
-            self._descriptor = self._system.open(self.path, os.O_RDWR | os.O_CLOEXEC | flag, 0o600)
+            self._descriptor = self._system.open(path, os.O_RDWR | os.O_CLOEXEC | flag, 0o600)
         except OSError:
             return False
         works = False
@@ -240,16 +236,16 @@ class DataFile:
                     count = call(descriptor, view[done:], offset + done)
                 except OSError as error:
                     raise OffloadError(
-                        f"Rank {self._rank}: {doing} ({nbytes - done} bytes at byte {offset + done} of '{self.path}') "
-                        f"failed: {error.strerror or error}{self._free(error)}. {_CURE}"
+                        f"Rank {self._rank}: {doing} ({nbytes - done} bytes at byte {offset + done} of its file in "
+                        f"'{self.folder}') failed: {error.strerror or error}{self._free(error)}. {_CURE}"
                     ) from error
                 # Past the page cache only whole pages can be asked for: the part of one is asked for again.
                 moved = count if done + count == nbytes else count - count % self.alignment
                 stalled = 0 if moved else stalled + 1
                 if not count or stalled >= _PATIENCE:
                     raise OffloadError(
-                        f"Rank {self._rank}: {doing} gave {done + count} of {nbytes} bytes at byte {offset} of "
-                        f"'{self.path}': the file was cut off, or the disk is failing. {_CURE}"
+                        f"Rank {self._rank}: {doing} gave {done + count} of {nbytes} bytes at byte {offset} of its "
+                        f"file in '{self.folder}': the file was cut off, or the disk is failing. {_CURE}"
                     )
                 done += moved
                 self.check_usable()  # closed meanwhile: do not go on for long
@@ -259,22 +255,15 @@ class DataFile:
         if error.errno not in _FULL:
             return ""
         try:
-            return f" ({amount(self._system.free_nbytes(self.path.parent))} free)"
+            return f" ({amount(self._system.free_nbytes(self.folder))} free)"
         except OSError as unknown:
             return f" (an unknown number of bytes free: {unknown.strerror})"
 
     def damaged(self, what: str, where: str) -> OffloadError:
         """The error for ``what`` was read there, and is not what was written."""
         return OffloadError(
-            f"Rank {self._rank}: {what} of '{self.path}' differs from what was written: {where}. The disk, its cable "
-            "or the memory is faulty, or another program wrote to the file. The last checkpoint "
-            "is intact: resume from it, on another disk."
-        )
-
-    def _lost(self, reason: str) -> OffloadError:
-        return OffloadError(
-            f"Rank {self._rank}: '{self.path}', which holds what is offloaded, is lost: {reason}. Is something "
-            f"cleaning up there? {_CURE}"
+            f"Rank {self._rank}: {what} in '{self.folder}' differs from what was written: {where}. The disk, its cable "
+            "or the memory is faulty. The last checkpoint is intact: resume from it, on another disk."
         )
 
 
@@ -445,7 +434,7 @@ class FileTensor(OffloadedTensor):
     @property
     def identity(self) -> tuple[Any, ...]:
         """Equal for handles that show the same elements in the same shape, whether or not one of them still exists."""
-        where = (str(self.region.file.path), self.region.offset, self.start)
+        where = (self.region.file.name, self.region.offset, self.start)
         return (*where, tuple(self.shape), self.dtype)
 
     def part(self, start: int, numel: int) -> FileTensor:

@@ -228,15 +228,11 @@ Work = Callable[[Request, list[Tensor]], None]
 
 
 class Pipeline:
-    """Brings windows of files through a pool of memory: reads some ahead of the work, and writes behind it.
+    """Brings windows of files through a pool of memory: reads some ahead of the work, and writes behind it."""
 
-    ``check_alive`` raises if the files are gone, and is asked before every run.
-    """
-
-    def __init__(self, pool: BufferPool, workers: Workers, check_alive: Callable[[], None]) -> None:
+    def __init__(self, pool: BufferPool, workers: Workers) -> None:
         self._pool = pool
         self._workers = workers
-        self._check_alive = check_alive
         self._under_way: deque[_Window] = deque()
         self._running = False
         self._abandoned = False
@@ -256,7 +252,6 @@ class Pipeline:
             raise OffloadError(f"This pipeline {why}: it cannot run.")
         try:
             self._running = True
-            self._check_alive()
             self._run(iter(requests), work)
         except BaseException:
             self._settle()

@@ -7,7 +7,6 @@ import errno
 import multiprocessing
 import os
 import resource
-import shutil
 import signal
 import sys
 import time
@@ -178,13 +177,9 @@ def _move_away(module: Struck) -> None:
     (module.scene.folder / "saved").rename(module.scene.folder / "away")
 
 
-def _lose_offloaded(module: Struck) -> None:
-    shutil.rmtree(module.trainer.strategy.engine.tiers.store.folder)
-
-
 def _flip_offloaded(module: Struck) -> None:
     tensor = resting(module.trainer, "masters")
-    flip(Path(tensor.region.file.path), tensor, 0, bit=5)
+    flip(tensor, 0, bit=5)
 
 
 def _data_file(checkpoint: Path) -> Path:
@@ -265,7 +260,6 @@ ALL = [
             ("short read", lambda m: break_disk(m.trainer, "short read"), "gave 0 of"),
             ("disk full", lambda m: break_disk(m.trainer, "write"), DISK),
             ("flipped bit", _flip_offloaded, "window of elements"),
-            ("folder deleted", _lose_offloaded, ""),
         ]
     ),
     Fault(name="clock a day forward", act=_jump(86400), told=""),

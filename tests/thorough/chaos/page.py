@@ -28,8 +28,7 @@ saving, loading, validation and data.
   SIGTERM, after which Lightning's exception is empty, and errors that concern all.
 - *seconds*: from the fault until the last of the others had ended, median and most. Those for a process that is
   stopped until the timeout are about the timeout, 4 s there.
-- *left*: processes, shared memory, and files that the next run does not remove. Not counted are folders of
-  `NvmeOffload` whose process was killed: the next run names them in a warning, and never deletes them.
+- *left*: processes, shared memory, and files that the next run does not remove.
 - *resumed*: the same program, started again with `ckpt_path="last"`, gave the losses and weights of a run that
   nothing disturbs, bit for bit.
 """

@@ -66,7 +66,6 @@ class Verdict:
     seconds: float = 0.0  # from the fault until the last of the others had ended
     message: str = ""
     left: list[str] = field(default_factory=list)
-    named_folders: int = 0  # of ``NvmeOffload``, left by a killed process: the next run names and keeps them
     resumed_from: int = -1
     same: bool = False
     wrong: list[str] = field(default_factory=list)
@@ -181,13 +180,8 @@ def _go_on(verdict: Verdict, calm: Scene) -> None:
             for rank, report in reports.items()
         )
         verdict.wrong += [] if verdict.same else ["the resumed run computed something else"]
-    for name in ("saved", "files"):
-        verdict.left += [f"{name}/{path.name}" for path in (calm.folder / name).iterdir() if path.name[0] == "."]
-    folders = [path for path in (calm.folder / "files").iterdir() if path.name[0] != "."]
-    if FAULTS[case.fault].dies:
-        verdict.named_folders = len(folders)
-    else:
-        verdict.left += [f"files/{path.name}" for path in folders]
+    verdict.left += [f"saved/{path.name}" for path in (calm.folder / "saved").iterdir() if path.name[0] == "."]
+    verdict.left += [f"files/{path.name}" for path in (calm.folder / "files").iterdir()]
 
 
 @functools.cache

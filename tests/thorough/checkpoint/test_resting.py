@@ -36,7 +36,6 @@ def store_in(folder: Path, system: FileSystem | None = None) -> Iterator[NvmeSto
     store = NvmeStore(
         str(folder),
         rank=ranks.rank,
-        world_size=ranks.world_size,
         buffer_nbytes=MIB,
         io_threads=1,
         device=torch.device("cpu"),

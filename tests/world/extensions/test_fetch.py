@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[NvmeStore]:
-    made = NvmeStore(str(tmp_path), rank=0, world_size=1, buffer_nbytes=2**20, io_threads=2, device=CPU)
+    made = NvmeStore(str(tmp_path), rank=0, buffer_nbytes=2**20, io_threads=2, device=CPU)
     yield made
     made.close()
 

@@ -34,7 +34,7 @@ def store_of(tmp_path: Path) -> Iterator[StoreOf]:
     opened: list[NvmeStore] = []
 
     def make(nbytes: int = SMALLEST, **settings: Any) -> NvmeStore:
-        settings = {"rank": 0, "world_size": 1, "io_threads": 2, "device": torch.device("cpu"), **settings}
+        settings = {"rank": 0, "io_threads": 2, "device": torch.device("cpu"), **settings}
         opened.append(NvmeStore(str(tmp_path), buffer_nbytes=nbytes, **settings))
         return opened[-1]
 
@@ -284,9 +284,7 @@ def test_threads_of_the_step(tier: Tier, tmp_path: Path, counting: Counting) -> 
     """In a process of its own: one that has computed with several threads cannot fork others any more."""
 
     def run(rank: int) -> list[int]:
-        store = NvmeStore(
-            str(tmp_path), rank=0, world_size=1, buffer_nbytes=SMALLEST, io_threads=1, device=torch.device("cpu")
-        )
+        store = NvmeStore(str(tmp_path), rank=0, buffer_nbytes=SMALLEST, io_threads=1, device=torch.device("cpu"))
         rig = Rig(counting, tier, store=store, threads=3)
         rig.optimizer.threads.clear()
         rig.step(0)

@@ -22,10 +22,6 @@ STEP = WINDOW_ALIGNMENT
 NUMEL = 3 * STEP + 777
 
 
-def data(opened: NvmeStore) -> Path:
-    return Path(opened.folder) / "data"
-
-
 def values(numel: int = NUMEL) -> Tensor:
     return torch.arange(1.0, numel + 1)
 
@@ -55,7 +51,7 @@ def test_a_flipped_bit_is_an_error_that_says_where(tmp_path: Path, name: str, ho
         resting = opened.allocate(NUMEL, torch.float32, "exp_avg of unit 1")
         resting.write(values())
         assert torch.equal(resting.read(), values())
-        flip(data(opened), resting, 2 * STEP + 5, bit=3)
+        flip(resting, 2 * STEP + 5, bit=3)
         read = {
             "whole": lambda: resting.read_into(torch.zeros(NUMEL + 8)[8:]),  # never at the start of a page
             "direct": lambda: resting.read_into(pages(14).view(torch.float32)[:NUMEL]),  # whole pages, then the rest
@@ -71,10 +67,9 @@ def test_a_flipped_bit_is_an_error_that_says_where(tmp_path: Path, name: str, ho
         )
         assert str(caught.value) == (
             f"Rank 3: exp_avg of unit 1 (the window of elements {start} to {end}, at byte {4096 + start * 4}) "
-            f"of '{opened.folder}/data' differs from what was written: 1 of {-(-(end - start) // 1024)} pages "
+            f"in '{tmp_path}' differs from what was written: 1 of {-(-(end - start) // 1024)} pages "
             f"have another checksum, first the one at byte {page}. The disk, its cable or the memory is "
-            "faulty, or another program wrote to the file. The last checkpoint is intact: resume from it, on another "
-            "disk."
+            "faulty. The last checkpoint is intact: resume from it, on another disk."
         )
         assert torch.equal(resting.part(0, 2 * STEP).read(), values()[: 2 * STEP]), "the rest can be read"
         resting.write(values(1024), 2 * STEP)  # the whole page anew
@@ -82,11 +77,11 @@ def test_a_flipped_bit_is_an_error_that_says_where(tmp_path: Path, name: str, ho
 
 
 def test_whoever_asks_reads_what_is_there(tmp_path: Path) -> None:
-    settings = {"rank": 0, "world_size": 1, "buffer_nbytes": 1 << 20, "io_threads": 1, "device": CPU}
+    settings = {"rank": 0, "buffer_nbytes": 1 << 20, "io_threads": 1, "device": CPU}
     opened = NvmeStore(str(tmp_path), checksums=False, **settings)
     resting = opened.allocate(NUMEL, torch.float32, "x")
     resting.write(values())
-    flip(data(opened), resting, 7)
+    flip(resting, 7)
     assert not torch.equal(resting.read(), values())
     opened.close()
 
@@ -170,11 +165,11 @@ def test_any_order_of_parts_and_windows_is_what_memory_would_hold(
             start = choose.randrange(numel)
             assert torch.equal(resting.part(start, numel - start).read(), expected[start:])
         for element in (0, numel // 2, numel - 1):
-            flip(data(opened), resting, element)
+            flip(resting, element)
             for read in (resting.read, resting.part(element, 1).read):
                 with pytest.raises(OffloadError, match="another checksum"):
                     read()
-            flip(data(opened), resting, element)
+            flip(resting, element)
         assert torch.equal(resting.read(), expected)
 
 
@@ -206,10 +201,10 @@ def test_a_write_that_fails_leaves_something_that_can_be_written_anew(tmp_path: 
         with pytest.raises(OffloadError, match="Input/output"):
             resting.fill(0)
         disk.before = None
-        flip(data(opened), resting, NUMEL - 1)
+        flip(resting, NUMEL - 1)
         resting.part(0, STEP).read()
         resting.write(values())
-        flip(data(opened), resting, NUMEL - 1)
+        flip(resting, NUMEL - 1)
         with pytest.raises(OffloadError, match="another checksum"):
             resting.read()
 

@@ -368,7 +368,7 @@ def test_interrupts_at_any_moment(tmp_path: Path) -> None:
     assert interrupted > 10
 
 
-def test_between_runs_there_is_no_thread_no_memory_and_no_name(tmp_path: Path, opened: NvmeStore, disk: Disk) -> None:
+def test_between_runs_there_is_no_thread_and_no_memory(tmp_path: Path, opened: NvmeStore, disk: Disk) -> None:
     tensor = opened.allocate(8 * STEP, torch.float32, "x")
     opened.pipeline().run(requests(8 * STEP, STEP, tensor), fill(2))
     assert io_threads()
@@ -377,13 +377,12 @@ def test_between_runs_there_is_no_thread_no_memory_and_no_name(tmp_path: Path, o
     assert not os.listdir(tmp_path)
     assert opened.pool.empty
     assert (tensor.read() == 2).all()
-    opened.check_alive()
     more = opened.allocate(STEP, torch.float32, "y")
     opened.pipeline().run(requests(8 * STEP, STEP, tensor), fill(3))
     assert (tensor.read() == 3).all()
     assert not more.read().any()
     os.truncate(f"/proc/self/fd/{opened._file._descriptor}", 0)
-    with pytest.raises(OffloadError, match="is lost: it has 0 bytes"):
+    with pytest.raises(OffloadError, match="cut off"):
         opened.pipeline().run(requests(8 * STEP, STEP, tensor), lambda request, buffers: None)
 
 
