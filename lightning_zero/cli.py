@@ -184,16 +184,11 @@ ZeRO stages 1 to 3), a .ckpt file, or safetensors. OUT decides what is written:
                     Trainer.fit(ckpt_path=...) without this package (also .pt, .pth, .bin)
   OUT.safetensors   one file of weights
   OUT               a directory of safetensors files as Hugging Face has it, with an index if there are several
-
-With --format huggingface and --format peft, OUT is a folder for from_pretrained, with its configuration: the model of
-transformers in SOURCE with its adapters merged into it, or its adapters alone. These take the memory of the model.
 """
 _EXAMPLES = """\
 examples:
   lightning-zero consolidate runs/last.ckpt full.ckpt
   lightning-zero consolidate runs/last.ckpt my-model/ --dtype bfloat16 --max-shard-size 2GB --prefix model.
-  lightning-zero consolidate runs/last.ckpt my-adapter/ --format peft
-  lightning-zero consolidate runs/last.ckpt merged/ --format huggingface --base meta-llama/Llama-3.1-8B
 """
 
 
@@ -209,16 +204,13 @@ def _consolidate_parser() -> argparse.ArgumentParser:
     add("source", metavar="SOURCE", help="the checkpoint to read: directory, file or URL")
     add("out", metavar="OUT", help="the file or directory to write")
     what = "what to write, where the name of OUT does not say it"
-    add("--format", choices=["ckpt", "safetensors", "huggingface", "peft"], help=what)
+    add("--format", metavar="{ckpt,safetensors}", help=what)
     add("--dtype", metavar="DTYPE", help="cast floating-point weights, for example to bfloat16 (bf16)")
     size = "of a file in a directory of safetensors, for example 500M or 2GiB (default: %(default)s)"
     add("--max-shard-size", "--max_shard_size", type=_size, default="5GB", metavar="SIZE", help=size)
     state = "leave the state of optimizers, schedulers and callbacks out of a .ckpt; safetensors never hold it"
     add("--weights-only", "--weights_only", action="store_true", help=state)
     add("--prefix", metavar="PREFIX", help="cut the name of this module off the weights' names: model, or model.")
-    base = "the pretrained model that adapters in SOURCE were trained on, if it is not there"
-    add("--base", metavar="BASE", help=base)
-    add("--overwrite", action="store_true", help="replace what OUT has already; never the source")
     return parser
 
 

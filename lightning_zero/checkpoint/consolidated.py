@@ -15,7 +15,7 @@ import os
 import struct
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -40,7 +40,7 @@ from lightning_zero.checkpoint.save import (
     stored_identity,
     write_pieces,
 )
-from lightning_zero.checkpoint.storage.files import is_remote, local_path
+from lightning_zero.checkpoint.storage.files import local_path
 from lightning_zero.checkpoint.storage.publish import StagedFile
 from lightning_zero.comm import ControlGroup
 from lightning_zero.config import parse_size
@@ -55,7 +55,6 @@ __all__ = [
     "FileFormat",
     "by_parameter_index",
     "consolidate_checkpoint",
-    "refuse_overlap",
     "save_consolidated_file",
     "with_holes",
     "write_export",
@@ -67,10 +66,19 @@ RANDOM_KEY = "random_state"
 FEEDBACK_KEY = "error_feedback"
 """Under it: what every rank keeps of gradients that were rounded, likewise."""
 
-FileFormat = Literal["ckpt", "safetensors", "huggingface", "peft"]
+FileFormat = Literal["ckpt", "safetensors"]
 
 _SUFFIXES: dict[str, FileFormat] = {".ckpt": "ckpt", ".pt": "ckpt", ".pth": "ckpt", ".bin": "ckpt"}
 _SUFFIXES |= {".safetensors": "safetensors"}
+_GONE = {
+    "fsdp": "FSDPStrategy loads the file of format='ckpt'.",
+    **dict.fromkeys(
+        ("huggingface", "peft"),
+        "in Python, `load_from_checkpoint(MyModule, path)` gives a module, whose model has `save_pretrained(folder)`. "
+        "It takes `initial_weights=base` for a checkpoint without frozen parameters, and "
+        "`model.merge_and_unload()` merges adapters.",
+    ),
+}
 _SHORT = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 # What Lightning leaves out of a checkpoint that is saved with `weights_only=True`.
 _TRAINING_STATE = ("optimizer_states", "lr_schedulers", "callbacks", "ZeroPrecision", "MixedPrecision")
@@ -273,14 +281,11 @@ def consolidate_checkpoint(
     max_shard_size: str | int = "5GB",
     weights_only: bool = False,
     prefix: str | None = None,
-    base: str | os.PathLike[str] | None = None,
-    overwrite: bool = False,
     progress: bool = True,
 ) -> list[Path]:
     """Convert a checkpoint of any kind to an ordinary checkpoint file or to safetensors files.
 
-    Runs in one process, with memory for a piece of one tensor, or for the whole model with ``"huggingface"``. Verifies
-    the checksums of the source, if it has any.
+    Runs in one process, with memory for a piece of one tensor. Verifies the checksums of the source, if it has any.
 
     Args:
         source: a sharded directory of this package, of Lightning's strategies, ``torch.distributed.checkpoint`` or
@@ -290,16 +295,11 @@ def consolidate_checkpoint(
             ``*.safetensors``: one file of weights. Any name without a suffix: a directory of safetensors files in
             Hugging Face's layout, with an index if there are several.
         format: the format, if the name of ``out`` does not imply it.
-            ``"huggingface"`` and ``"peft"`` write folders for ``from_pretrained``, with configurations: the model, with
-            adapters merged into it, or the adapters alone. They need transformers and peft, and a checkpoint of this
-            package.
         dtype: cast floating-point weights to it, as ``"bfloat16"`` or ``"bf16"``. Optimizer states keep theirs.
         max_shard_size: largest file in a directory of safetensors, as ``"5GB"`` or ``"2GiB"``, or a number of bytes. A
             larger tensor gets a file of its own.
         weights_only: leave the state of optimizers, schedulers and callbacks out of a ``.ckpt``.
         prefix: remove this module's name from weight names: with ``"model"``, ``model.weight`` becomes ``weight``.
-        base: for ``"huggingface"``: the pretrained model that a checkpoint without frozen parameters was trained on.
-        overwrite: replace an existing file, or weights in a directory; never the source or a sharded directory.
         progress: show a progress bar on a terminal.
 
     Returns:
@@ -307,9 +307,8 @@ def consolidate_checkpoint(
 
     Raises:
         ValueError: for settings that are wrong or contradict each other, and for a target that exists.
-        CheckpointError: if the source is damaged or no checkpoint, or a file could not be written, naming it. An
-            existing file is replaced completely or not at all.
-        ExtensionError: for other formats than ``ckpt``, if the extension ``formats`` was deleted.
+        CheckpointError: if the source is damaged or no checkpoint, or a file could not be written, naming it.
+        ExtensionError: for safetensors, if the extension ``formats`` was deleted.
     """
     target = local_path(out)
     export = Export(
@@ -320,22 +319,13 @@ def consolidate_checkpoint(
         dtype=_floating(dtype),
         weights_only=weights_only,
         prefix=prefix,
-        base=base,
-        overwrite=overwrite,
         progress=progress,
     )
-    if base is not None and export.kind not in ("huggingface", "peft"):
-        raise ValueError("base goes with format='huggingface' and format='peft' only.")
     if prefix is not None and export.kind == "ckpt" and not weights_only:
         raise ValueError("prefix renames weights, with which a checkpoint to resume from would not fit its own model.")
     try:
-        if export.is_one_file:
-            if not is_remote(source):
-                refuse_overlap(local_path(source), target)
-            if target.is_dir():
-                raise ValueError(f"'{target}' is a directory: give the name of a file, or delete it.")
-            if os.path.lexists(target) and not overwrite:
-                raise export.exists(target)
+        if export.is_one_file and os.path.lexists(target):
+            raise export.exists(target)
         if export.kind == "ckpt":
             return [_write_torch(export)]
         why = f"'{target}' is to be of the format '{export.kind}'."
@@ -356,8 +346,6 @@ class Export:
     dtype: torch.dtype | None
     weights_only: bool
     prefix: str | None
-    base: str | os.PathLike[str] | None
-    overwrite: bool
     progress: bool
 
     @property
@@ -368,7 +356,7 @@ class Export:
 
     def exists(self, path: Path) -> ValueError:
         """What to raise if something is there."""
-        return ValueError(f"'{path}' exists: write to another place, or replace it with overwrite=True (--overwrite).")
+        return ValueError(f"'{path}' exists: write to another place, or delete it first.")
 
     @cached_property
     def checkpoint(self) -> dict[str, Any]:
@@ -410,8 +398,8 @@ def _kind(target: Path, given: str | None) -> FileFormat:
     for kind in get_args(FileFormat):
         if kind == given and by_suffix in (None, kind):
             return kind  # type: ignore[no-any-return]
-    if given == "fsdp":
-        raise ValueError("format='fsdp' is not written any more: FSDPStrategy loads the file of format='ckpt'.")
+    if given in _GONE:
+        raise ValueError(f"format='{given}' is not written any more: {_GONE[given]}")
     if given is not None and given not in get_args(FileFormat):
         raise ValueError(f"format must be one of {', '.join(map(repr, get_args(FileFormat)))}, got {given!r}.")
     if given is not None:
@@ -433,39 +421,8 @@ def _floating(given: str | torch.dtype | None) -> torch.dtype | None:
     return dtype
 
 
-def refuse_overlap(source: Path, out: Path, replaced: Callable[[str], bool] = lambda name: False) -> None:
-    """Make sure that no file of a checkpoint is replaced by what is made of it, whatever links lead there.
-
-    ``ValueError`` if one would be, or ``out`` would lie within the checkpoint. ``replaced`` says of names in ``out``
-    whether they will be.
-    """
-    real, target = Path(os.path.realpath(source)), Path(os.path.realpath(out))
-    if target == real or (target.exists() and real.exists() and target.samefile(real)):
-        raise ValueError(f"'{out}' is the source itself: write to another place.")
-    names = _names_of(out)
-    if real.is_dir() and any(name.is_relative_to(real) for name in names):
-        raise ValueError(f"'{out}' is within the source: write to another place.")
-    parts = [real / name for name in os.listdir(real)] if real.is_dir() else [source]
-    for part in (name for given in parts for name in _names_of(given)):
-        if part in names or (part.parent == target and replaced(part.name)):
-            raise ValueError(f"'{part}' of the source would be replaced or deleted: write to another place.")
-
-
-def _names_of(path: Path) -> set[Path]:
-    """Of a path, and of what it leads to if it is a link; without links before the last part."""
-    return {Path(os.path.realpath(path)), Path(os.path.realpath(path.parent), path.name)}
-
-
-def write_export(
-    export: Export,
-    files: Mapping[Path, Any],
-    weights: Mapping[str, Any],
-    publish: Callable[[list[StagedFile]], None] = lambda staged: staged[0].publish(),
-) -> None:
-    """Write the files of an export by their layouts; a warning names ``weights``, of which holes can become infinite.
-
-    ``publish`` gives the files their names.
-    """
+def write_export(export: Export, files: Mapping[Path, Any], weights: Mapping[str, Any]) -> None:
+    """Write the files of an export by their layouts. A warning names those of the ``weights`` that became infinite."""
     staged: list[StagedFile] = []
     overflowed: set[Hashable] = set()
     nbytes = sum(layout.nbytes for layout in files.values())
@@ -478,7 +435,8 @@ def write_export(
                     file = ChecksummedFile(opened, torch.serialization.get_crc32_options(), bar.update)
                     file.write_archive(layout)
                 overflowed |= file.overflowed
-        publish(staged)
+        for one in staged:
+            one.publish()
     finally:
         for one in staged:
             one.discard()

@@ -259,11 +259,7 @@ def _absolute(path: str | os.PathLike[str]) -> str:
 
 
 def _summary(engine: ZeroEngine, precision: str) -> dict[str, Any]:
-    """How the run is partitioned, for people, and which models it holds."""
+    """How the run is partitioned, for people."""
     plan = engine.plan
     placed = {part: getattr(plan.placement, part).value for part in ("parameters", "gradients", "optimizer")}
-    models = extension("formats").described_models(engine.module) if installed("formats") else []
-    return {
-        **{"world_size": plan.world_size, **placed, "fingerprint": plan.fingerprint(), "precision": precision},
-        **({"models": models} if models else {}),
-    }
+    return {"world_size": plan.world_size, **placed, "fingerprint": plan.fingerprint(), "precision": precision}

@@ -203,7 +203,7 @@ OPTIONS = {
     "plan": ("--hf-config ", "--device-memory ", "--config FILE ", "--model CLASS ", "--trainer.NAME ", "--help-all "),
     "inspect": ("--tensors ", "--no-verify"),
     "doctor": ("--offload-dir ", "--wait ", "--json"),
-    "consolidate": ("--format {ckpt,safetensors,huggingface,peft}", "--max-shard-size "),
+    "consolidate": ("--format {ckpt,safetensors}", "--max-shard-size "),
     **dict.fromkeys(
         ("fit", "validate", "test", "predict"),
         ("--config FILE ", "--model CLASS ", "--trainer.strategy NAME ", "--trainer.NAME ", "--help-all "),

@@ -7,25 +7,22 @@ here.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
-from lightning_zero.checkpoint.consolidated import Export, refuse_overlap
 from lightning_zero.checkpoint.format.record import Opened
 from lightning_zero.checkpoint.format.stored import StoredTensor
 from lightning_zero.checkpoint.load import Found, Kind
-from lightning_zero.checkpoint.storage.files import is_remote, local_path, open_folder, samples
+from lightning_zero.checkpoint.storage.files import open_folder, samples
 from lightning_zero.extensions.formats.deepspeed import deepspeed_folder, read_deepspeed_directory
 from lightning_zero.extensions.formats.huggingface import (
     INDEX_FILE,
     SINGLE_FILE,
-    export_weights,
-    is_weights,
+    export,
     read_safetensors_directory,
 )
-from lightning_zero.extensions.formats.names import adapters_in, described_models, under_names_of
+from lightning_zero.extensions.formats.names import adapters_in, under_names_of
 from lightning_zero.extensions.formats.safetensors import read_safetensors
 
-__all__ = ["adapters_in", "described_models", "export", "find", "read", "under_names_of"]
+__all__ = ["adapters_in", "export", "find", "read", "under_names_of"]
 
 
 def find(path: str | os.PathLike[str]) -> Found | None:
@@ -50,10 +47,3 @@ def read(found: Found) -> Opened:
     stored = [value for value in opened.checkpoint["state_dict"].values() if isinstance(value, StoredTensor)]
     names = sorted({chunk.file for value in stored for chunk in value._item.chunks})
     return opened._replace(digest=(opened.digest, *(samples(files, name) for name in names)))
-
-
-def export(settings: Export) -> list[Path]:
-    """Write what another program reads; ``consolidate_checkpoint`` describes arguments and errors."""
-    if not settings.is_one_file and not is_remote(settings.source):
-        refuse_overlap(local_path(settings.source), settings.target, is_weights)
-    return export_weights(settings)

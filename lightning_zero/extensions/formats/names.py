@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import json
 import math
 import os
 import re
@@ -32,7 +31,7 @@ from lightning_zero.checkpoint.format.stored import whole
 from lightning_zero.errors import CheckpointError, some
 from lightning_zero.session.state import Adapters, renamed, unwrapped
 
-__all__ = ["adapter_names", "adapters_in", "described_models", "in_layout_of", "under_names_of"]
+__all__ = ["adapter_names", "adapters_in", "in_layout_of", "under_names_of"]
 
 # peft wraps layers of a base, and the base itself. In files of the base their names are without these parts.
 _WRAPPED_BY_PEFT = re.compile(r"(?<![^.])(?:base_layer|original_module|token_adapter)\.")
@@ -371,34 +370,6 @@ def _values_from_the_base(module: nn.Module, own: Collection[str], stored: Mappi
             layer = module.get_submodule(key.rpartition(".")[0])
             added[name] = _magnitude(layer, value, magnitude.dtype, name)
     return added
-
-
-def described_models(module: nn.Module) -> list[dict[str, Any]]:
-    """What a checkpoint says of the models of transformers and the adapters of peft in it, to build them again."""
-    peft = sys.modules.get("peft")  # not there: the module cannot hold one
-    wrappers: dict[str, Any] = {}
-    for name, child in module.named_modules() if peft is not None else ():
-        if isinstance(child, peft.PeftModel):  # type: ignore[union-attr]
-            wrappers[unwrapped(f"{name}." if name else "")] = child
-    described = []
-    for prefix, model in _models_of(module):
-        adapted = next((at for at in wrappers if prefix in (f"{at}base_model.model.", f"{at}base_model.")), None)
-        configs = {} if adapted is None else wrappers[adapted].peft_config
-        generation = getattr(model, "generation_config", None)
-        try:
-            described.append(
-                {
-                    "prefix": prefix,
-                    "class": type(model).__name__,
-                    "config": model.config.to_json_string(),
-                    "generation_config": None if generation is None else generation.to_json_string(),
-                    "adapted": adapted,
-                    "adapters": {name: json.dumps(each.to_dict(), default=list) for name, each in configs.items()},
-                }
-            )
-        except (TypeError, ValueError):  # a configuration that cannot be written; the checkpoint can
-            continue
-    return described
 
 
 def _magnitude(layer: Any, weight: Tensor, dtype: torch.dtype, key: str) -> StoredTensor:

@@ -246,7 +246,7 @@ def test_full_fine_tuning(tmp_path: Path, llama: Path) -> None:
     assert losses[0][-1] < losses[0][0] - 0.5
 
     last, out = folder / "runs/full_fine_tuning/checkpoints/last.ckpt", tmp_path / "tuned"
-    main(["consolidate", str(last), str(out), "--format", "huggingface"])
+    load_from_checkpoint(CausalLM, last).net.save_pretrained(out)
     tuned = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert torch.equal(logits(tuned), logits(load_from_checkpoint(CausalLM, last).net))
     data = TextFolder(str(folder / "text"), str(llama), (".txt", ".md"), 32, 6, 0.2, str(folder / "runs/tokens"))
@@ -268,15 +268,16 @@ def test_lora(tmp_path: Path, llama: Path) -> None:
     losses, last = logged(tmp_path, "train/loss"), tmp_path / "runs/lora/checkpoints/last.ckpt"
     assert losses[-1] < losses[0]
     assert all("lora_" in name for name in open_checkpoint(last, ControlGroup(None))["state_dict"])
-    for kind in ("peft", "huggingface"):
-        main(["consolidate", str(last), str(tmp_path / kind), "--format", kind, "--base", str(llama)])
     trained = load_from_checkpoint(CausalLM, last, initial_weights=llama).net
+    expected = logits(trained)
+    trained.save_pretrained(tmp_path / "adapter")
+    trained.merge_and_unload().save_pretrained(tmp_path / "merged")
     base = transformers.AutoModelForCausalLM.from_pretrained(llama)
     before = logits(base)
-    found = logits(peft.PeftModel.from_pretrained(base, tmp_path / "peft"))
-    assert torch.equal(found, logits(trained))
+    found = logits(peft.PeftModel.from_pretrained(base, tmp_path / "adapter"))
+    assert torch.equal(found, expected)
     assert not torch.allclose(found, before, atol=1e-2)
-    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits(merged), found, rtol=1e-4, atol=1e-5)
 
 

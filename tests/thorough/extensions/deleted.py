@@ -143,7 +143,6 @@ def formats(folder: Path) -> None:
     for word, ask in (
         ("DeepSpeed", lambda: load_full_state_dict(folder / "deepspeed")),
         ("safetensors", lambda: consolidate_checkpoint(own, here / "out.safetensors")),
-        ("huggingface", lambda: consolidate_checkpoint(own, here / "hf", format="huggingface")),
     ):
         try:
             ask()

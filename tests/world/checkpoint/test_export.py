@@ -364,7 +364,7 @@ def test_a_progress_bar_on_a_terminal(saved: Path, tmp_path: Path, monkeypatch: 
     for progress in (True, False):
         terminal = _Terminal()
         monkeypatch.setattr(sys, "stderr", terminal)
-        consolidate_checkpoint(saved / "folder", tmp_path / out, progress=progress, overwrite=not progress)
+        consolidate_checkpoint(saved / "folder", tmp_path / str(progress) / out, progress=progress)
         shown[progress] = terminal.getvalue()
     assert f"{out}: 100%" in shown[True]
     assert shown[False] == ""
@@ -460,22 +460,8 @@ def test_a_directory_of_safetensors_with_an_index(saved: Path, tmp_path: Path) -
 
 
 @pytest.mark.filterwarnings("ignore:Left out")
-def test_an_export_in_other_pieces_leaves_nothing_of_the_one_before(saved: Path, tmp_path: Path) -> None:
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "config.json").write_text("{}")
-    for size, names in (
-        (400, [*(f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)), "model.safetensors.index.json"]),
-        ("1kB", ["model.safetensors"]),
-        (800, [*(f"model-0000{number}-of-00002.safetensors" for number in (1, 2)), "model.safetensors.index.json"]),
-    ):
-        written = consolidate_checkpoint(saved / "folder", tmp_path / "hf", max_shard_size=size, overwrite=True)
-        assert [path.name for path in written] == names
-        assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == sorted(["config.json", *names])
-
-
-@pytest.mark.filterwarnings("ignore:Left out")
 @pytest.mark.parametrize("out", ["c.ckpt", "c.safetensors", "hf", "named"])
-def test_what_is_there_is_replaced_only_when_asked_for(saved: Path, tmp_path: Path, out: str) -> None:
+def test_what_is_there_is_not_replaced(saved: Path, tmp_path: Path, out: str) -> None:
     """A directory may hold other files, as those of a model on Hugging Face."""
     if "." not in out:
         (tmp_path / out).mkdir()
@@ -483,10 +469,10 @@ def test_what_is_there_is_replaced_only_when_asked_for(saved: Path, tmp_path: Pa
     options = {"format": "safetensors"} if out == "named" else {}
     consolidate_checkpoint(saved / "folder", tmp_path / out, **options)
     before = [path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))]
-    with pytest.raises(ValueError, match=r"exists: write to another place, or replace it with overwrite=True"):
-        consolidate_checkpoint(saved / "folder", tmp_path / out, **options)
+    for more in ({}, {"max_shard_size": 400}):
+        with pytest.raises(ValueError, match=r"exists: write to another place, or delete it first"):
+            consolidate_checkpoint(saved / "folder", tmp_path / out, **options, **more)
     assert [path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))] == before
-    consolidate_checkpoint(saved / "folder", tmp_path / out, overwrite=True, **options)
 
 
 @pytest.mark.filterwarnings("ignore:Left out")
@@ -498,9 +484,9 @@ def test_a_prefix_is_cut_off(saved: Path, tmp_path: Path, prefix: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:Left out")
 def test_a_dtype_has_several_names(saved: Path, tmp_path: Path) -> None:
-    for dtype in ("bf16", "BFloat16", "torch.bfloat16", torch.bfloat16):
-        consolidate_checkpoint(saved / "folder", tmp_path / "c.safetensors", dtype=dtype, overwrite=True)
-        assert load_file(tmp_path / "c.safetensors")["embedding.weight"].dtype == torch.bfloat16, dtype
+    for number, dtype in enumerate(("bf16", "BFloat16", "torch.bfloat16", torch.bfloat16)):
+        (written,) = consolidate_checkpoint(saved / "folder", tmp_path / f"{number}.safetensors", dtype=dtype)
+        assert load_file(written)["embedding.weight"].dtype == torch.bfloat16, dtype
 
 
 @pytest.mark.parametrize(
@@ -509,6 +495,12 @@ def test_a_dtype_has_several_names(saved: Path, tmp_path: Path) -> None:
         ("c.ckpt", {"format": "safetensors"}, "contradicts the name 'c.ckpt'"),
         ("c.safetensors", {"format": "ckpt"}, "contradicts"),
         ("c.ckpt", {"format": "fsdp"}, "FSDPStrategy loads the file of format='ckpt'"),
+        (
+            "c",
+            {"format": "huggingface"},
+            r"not written any more.*load_from_checkpoint\(MyModule, path\).*save_pretrained",
+        ),
+        ("c", {"format": "peft"}, r"not written any more.*initial_weights=base.*merge_and_unload\(\)"),
         ("c.zip", {}, "does not say what to write"),
         ("c.ckpt", {"format": "zip"}, "format must be"),
         ("c.ckpt", {"dtype": "int8"}, "dtype must be"),
@@ -517,9 +509,10 @@ def test_a_dtype_has_several_names(saved: Path, tmp_path: Path) -> None:
         ("c", {"max_shard_size": "5"}, "5 would be so many bytes. Did you mean 5GB?"),
         ("c.ckpt", {"prefix": "model."}, "prefix"),
         ("c.safetensors", {"prefix": "nothing."}, "no weight's name begins so"),
-        ("folder", {}, "is the source itself"),
-        ("other.ckpt", {}, "is a directory"),
-        ("other.ckpt", {"format": "ckpt"}, "is a directory"),
+        ("folder", {}, "is a sharded checkpoint"),
+        ("folder", {"format": "ckpt"}, "exists"),
+        ("folder/zero.json", {"format": "ckpt"}, "exists"),
+        ("other.ckpt", {}, "exists"),
         ("memory://c.ckpt", {}, "local path"),
     ],
 )
@@ -534,50 +527,12 @@ def test_wrong_settings_are_refused_before_anything_is_written(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "other.ckpt"]
 
 
-def _tree(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-SOURCES = [
-    ("folder", "folder/zero.json", {"format": "ckpt"}, "is within the source"),
-    ("folder", "folder/export", {}, "is within the source"),
-    ("link", "folder/export", {}, "is within the source"),
-    ("folder", "link/export.ckpt", {}, "is within the source"),
-    ("folder", "record.ckpt", {}, "is within the source"),
-    ("file://folder", "folder/export/c.ckpt", {}, "is within the source"),
-    ("file://folder", "folder", {}, "is the source itself"),
-    ("file://online.ckpt", "online.ckpt", {}, "is the source itself"),
-    ("hard.ckpt", "file://online.ckpt", {}, "is the source itself"),
-    ("weights", "weights/model-00001-of-00002.safetensors", {}, "is within the source"),
-    ("weights/model-00001-of-00002.safetensors", "weights", {}, "would be replaced or deleted"),
-    ("hub", "weights", {}, "would be replaced or deleted"),
-    ("hub", "weights/model-00001-of-00002.safetensors", {}, "would be replaced or deleted"),
-    ("online.ckpt", "folder", {}, "is a sharded checkpoint"),
-]
-
-
-@pytest.mark.filterwarnings("ignore:Left out, because safetensors")
-def test_a_source_or_a_checkpoint_is_never_written_over(saved: Path, tmp_path: Path) -> None:
-    """Whatever the two are called, and whatever links lead there."""
-    shutil.copytree(saved / "folder", tmp_path / "folder")
-    shutil.copy(saved / "online.ckpt", tmp_path)
-    consolidate_checkpoint(saved / "folder", tmp_path / "weights", max_shard_size=700, progress=False)
-    assert (tmp_path / "weights" / "model-00001-of-00002.safetensors").exists()
-    (tmp_path / "hub").mkdir()
-    for path in (tmp_path / "weights").iterdir():
-        (tmp_path / "hub" / path.name).symlink_to(path)
-    (tmp_path / "link").symlink_to("folder")
-    (tmp_path / "record.ckpt").symlink_to("folder/zero.json")
-    os.link(tmp_path / "online.ckpt", tmp_path / "hard.ckpt")
-    before = _tree(tmp_path)
-
-    def at(path: str) -> str:
-        return f"file://{tmp_path}/{path[7:]}" if path.startswith("file://") else str(tmp_path / path)
-
-    for source, out, options, message in SOURCES:
-        with pytest.raises(ValueError, match=message):
-            consolidate_checkpoint(at(source), at(out), **options)
-        assert _tree(tmp_path) == before, f"{source} to {out}"
+def test_a_file_within_a_checkpoint_is_refused(saved: Path) -> None:
+    """It would be deleted with it."""
+    names = sorted(os.listdir(saved / "folder"))
+    with pytest.raises(CheckpointError, match=r"is a checkpoint, and 'c\.ckpt' in it would be deleted"):
+        consolidate_checkpoint(saved / "folder", saved / "folder" / "c.ckpt")
+    assert sorted(os.listdir(saved / "folder")) == names
 
 
 @pytest.mark.filterwarnings("ignore:Left out, because safetensors")
@@ -614,35 +569,31 @@ def test_sizes() -> None:
 
 @pytest.mark.parametrize("out", ["c.ckpt", "c.safetensors"])
 @pytest.mark.parametrize("numel", [1000, 5_000_000], ids=["one piece", "five pieces"])
-def test_a_damaged_source_is_noticed_and_the_old_file_stays(tmp_path: Path, out: str, numel: int) -> None:
+def test_a_damaged_source_is_noticed_and_leaves_no_file(tmp_path: Path, out: str, numel: int) -> None:
     """Whether a chunk is read in one piece or in several of 4 MiB, its checksum is verified."""
     ranks = control()
     whole = {"state_dict": {"w": FlatShard(torch.ones(numel), (numel,), 0)}}
     save_checkpoint_directory(whole, tmp_path / "folder", ranks, plan_summary={})
-    (tmp_path / out).write_text("old")
     data = tmp_path / "folder" / "__0_0.distcp"
     with open(data, "r+b") as file:
         file.seek(data.stat().st_size // 2)
         file.write(b"\xff")
 
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp' is damaged.*state_dict\.w"):
-        consolidate_checkpoint(tmp_path / "folder", tmp_path / out, overwrite=True)
-    assert (tmp_path / out).read_text() == "old"
-    assert sorted(path.name for path in tmp_path.iterdir()) == [out, "folder"]
+        consolidate_checkpoint(tmp_path / "folder", tmp_path / out)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
 @pytest.mark.filterwarnings("ignore:Left out")
 @pytest.mark.parametrize("out", ["c.ckpt", "c.safetensors"])
-def test_a_full_disk_leaves_the_old_file(saved: Path, tmp_path: Path, out: str) -> None:
-    (tmp_path / out).write_text("old")
+def test_a_full_disk_leaves_no_file(saved: Path, tmp_path: Path, out: str) -> None:
     _limit_files(500)
     try:
         with pytest.raises(CheckpointError, match=f"Could not write '.*{out}': .*File too large"):
-            consolidate_checkpoint(saved / "folder", tmp_path / out, weights_only=True, overwrite=True)
+            consolidate_checkpoint(saved / "folder", tmp_path / out, weights_only=True)
     finally:
         _unlimit_files()
-    assert (tmp_path / out).read_text() == "old"
-    assert [path.name for path in tmp_path.iterdir()] == [out]
+    assert list(tmp_path.iterdir()) == []
 
 
 # ------------------------------------------------------------------------------------------------------------- memory
@@ -821,29 +772,9 @@ def test_names_that_peft_has_changed_are_refused(tmp_path: Path) -> None:
     torch.save({"state_dict": {name: torch.ones(2) for name in names}}, tmp_path / "run.ckpt")
 
     for format in (None, "safetensors"):
-        with pytest.raises(ValueError, match=r"'h\.0\.attn\.base_layer\.weight'.*anew.*format='huggingface'.*'peft'"):
+        with pytest.raises(ValueError, match=r"'h\.0\.attn\.base_layer\.weight'.*anew.*load_from_checkpoint"):
             consolidate_checkpoint(
                 tmp_path / "run.ckpt", tmp_path / "out", format=format, prefix="model.base_model.model"
             )
     assert not (tmp_path / "out").exists()
     assert consolidate_checkpoint(tmp_path / "run.ckpt", tmp_path / "out", prefix="model")
-
-
-def test_what_cannot_be_written_for_from_pretrained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.save({"state_dict": {"weight": torch.ones(2)}}, tmp_path / "run.ckpt")
-    record = {"prefix": "net.", "class": "Model", "config": "{}", "generation_config": None, "adapted": None}
-    own = {"plan": {"models": [{**record, "adapters": {}}]}}
-    torch.save({"state_dict": {"net.weight": torch.ones(2)}, "lightning_zero": own}, tmp_path / "model.ckpt")
-    monkeypatch.setitem(sys.modules, "transformers", None)
-
-    for source, out, settings, error, words in (
-        ("run", "out", {"format": "peft"}, CheckpointError, "does not say which model it holds"),
-        ("run", "out", {"base": "hub"}, ValueError, "base goes with format='huggingface'"),
-        ("run", "out.ckpt", {"format": "peft"}, ValueError, "contradicts the name"),
-        ("model", "out", {"format": "huggingface"}, ValueError, "transformers, which is not installed"),
-        ("model", "out", {"format": "huggingface", "prefix": "x"}, ValueError, r"Which model is meant\?.*'net\.'"),
-        ("model", "out", {"format": "peft"}, CheckpointError, "a Model without adapters"),
-    ):
-        with pytest.raises(error, match=words):
-            consolidate_checkpoint(tmp_path / f"{source}.ckpt", tmp_path / out, **settings)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.ckpt", "run.ckpt"]

@@ -263,8 +263,7 @@ def test_consolidate_takes_every_option(source: Path, tmp_path: Path, capsys: py
     assert all(path.parent == tmp_path / "hf" for path in written)
     assert torch.equal(load_file(written[1])["weight"], parameters(7)["conv.weight"])
     assert code_of("consolidate", source / "folder", tmp_path / "hf", *options) == 2
-    assert "--overwrite" in capsys.readouterr().err
-    assert code_of("consolidate", source / "folder", tmp_path / "hf", *options, "--overwrite") == 0
+    assert "exists: write to another place, or delete it first" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -275,7 +274,8 @@ def test_consolidate_takes_every_option(source: Path, tmp_path: Path, capsys: py
         (["inspect", "a", "--tensros"], "unrecognized arguments: --tensros"),
         (["consolidate", "a", "b", "--max-size=5G"], "--max-size=5G"),
         (["consolidate", "a"], "OUT"),
-        (["consolidate", "a", "b.ckpt", "--format", "zip"], "--format"),
+        (["consolidate", "a", "b.ckpt", "--format", "zip"], "format must be one of 'ckpt', 'safetensors', got 'zip'"),
+        (["consolidate", "a", "b", "--format", "peft"], "load_from_checkpoint(MyModule, path)"),
         (["consolidate", "a", "b", "--max-shard-size", "5 parsecs"], "--max-shard-size"),
         (["consolidate", "a", "b", "--max-shard-size", "5"], "5 would be so many bytes. Did you mean 5GB?"),
         (["consolidate", "a", "b.ckpt", "--dtype", "int8"], "bfloat16 (bf16), float16 (fp16) or float32 (fp32)"),
