@@ -159,7 +159,33 @@ def localise(module: nn.Module, group: DeviceMesh, control: ControlGroup) -> Non
             child._parameters[key].tensor_mesh = group  # type: ignore[union-attr]
     if made:
         _warn_of_ties(module)
+        _refuse_uneven(module, group.size())
     WRAPPERS[DTensor] = _inside
+
+
+def _refuse_uneven(module: nn.Module, ranks: int) -> None:
+    """Have parallel layers refuse to return parts of several sizes: the next layer takes them all for one of its own
+    rank's size, and gloo ends a process that receives more than it has asked for."""
+    shapes: dict[str, torch.Size] = {}
+
+    def computed(name: str, _: nn.Module, __: Any, output: Any) -> None:  # before `parallelize_module` distributes it
+        if not torch.compiler.is_compiling() and isinstance(output, DTensor):
+            shapes[name] = output.shape
+
+    def returned(name: str, _: nn.Module, __: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or (whole := shapes.pop(name, None)) is None or isinstance(output, DTensor):
+            return
+        for dim, (size, part) in enumerate(zip(whole, output.shape, strict=False)):
+            if size % ranks and part != size:
+                raise ValueError(
+                    f"The output of '{name}' has {size} places in dimension {dim}, which {ranks} ranks cannot share "
+                    "equally. Make that size a multiple (pad the sequence), or do not split it (`Replicate()`)."
+                )
+
+    for name, layer in module.named_modules():
+        if hasattr(layer, "_tensor_parallel"):
+            layer.register_forward_hook(partial(computed, name), prepend=True)
+            layer.register_forward_hook(partial(returned, name))
 
 
 def _warn_of_ties(module: nn.Module) -> None:

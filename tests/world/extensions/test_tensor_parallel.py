@@ -273,9 +273,16 @@ def pooled_plan(net: Pooled) -> dict[str, Any]:
     return {**gelu_plan(net, sequence=True), "norm": SequenceParallel(use_local_output=True), "head": head}
 
 
+class Short(Llama):
+    """Leaves a position out, so that a number is left which two ranks cannot share."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens[:, 1:])
+
+
 def test_gradients_that_differ_in_a_tensor_group_are_named() -> None:
     """Of a norm between sequence-parallel layers that the plan leaves out, and of an output that is used in parts; and
-    an input that is not whole."""
+    an input that is not whole, and a sequence that cannot be split evenly."""
 
     def run(rank: int) -> list[str]:
         precisions = ("32-true", "bf16-mixed")
@@ -284,8 +291,8 @@ def test_gradients_that_differ_in_a_tensor_group_are_named() -> None:
             for stage in STAGES
             for precision in precisions
         ] + [
-            raised(zero(stage, 2, Mlp), Parallel(build, plan))  # type: ignore[arg-type]
-            for build, plan in ((Mlp, uses_parts), (Pooled, pooled_plan))
+            raised(zero(stage, 2, build), Parallel(build, plan))  # type: ignore[arg-type]
+            for build, plan in ((Mlp, uses_parts), (Pooled, pooled_plan), (Short, partial(llama_plan, sequence=True)))
             for stage in STAGES
         ]
 
@@ -294,8 +301,10 @@ def test_gradients_that_differ_in_a_tensor_group_are_named() -> None:
             assert "The gradients of 'net.layers.1.feed_norm.weight' on ranks 0 and 1 differ" in message, message
         for message in messages[6:9]:
             assert "The gradients of the output of 'net.blocks.1.up' on ranks 0 and 1 differ" in message, message
-        for message in messages[9:]:
+        for message in messages[9:12]:
             assert "The inputs of 'net.head' on ranks 0 and 1 differ" in message, message
+        for message in messages[12:]:
+            assert "The output of 'net.embedding' has 11 places in dimension 1, which 2 ranks" in message, message
 
 
 @pytest.mark.parametrize("policy", ["error", "join", "stop"])
