@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,6 @@ from torch import nn
 from lightning_zero import ZeroPlan, build_plan
 from lightning_zero.config import Placement
 from lightning_zero.extensions.planner.estimate import on_links
-from lightning_zero.extensions.planner.links import parse_speed
 
 BUCKET_NBYTES = 25 * 2**20  # of DDP
 WAYS = {
@@ -40,6 +40,14 @@ WAYS = {
     "zero3, shard_within a node": "#4f9f5f",
     "zero3, secondary_shards, int8": "#8e63ce",
 }
+
+
+def parse_speed(text: str) -> float:
+    """Bytes a second of ``"10Gbit/s"`` or ``"1.25GB/s"`` (units of 1000), or ValueError."""
+    matched = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(bit|B)/s", text)
+    if matched is None or not float(matched[1]):
+        raise ValueError(f"a speed like '10Gbit/s' or '1.25GB/s' is needed, got {text!r}")
+    return float(matched[1]) * 1000.0 ** " KMGT".index(matched[2].upper() or " ") / (1 if matched[3] == "B" else 8)
 
 
 def plan_of(model: nn.Module, stage: int, ranks: int, span: int | None = None, keeping: int | None = None) -> ZeroPlan:

@@ -5,9 +5,6 @@ They are 800 pixels wide, and follow the reader's light or dark scheme.
 
 from __future__ import annotations
 
-import contextlib
-import io
-import sys
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -83,20 +80,6 @@ def stages() -> None:
         picture.text(left + 10, top + 26, str(sum(sizes)), bold=True, size=17)
     picture.text(16, 304, "float32 with Adam, between two steps; zero2 and zero3 also hold buffers of fixed size", "s")
     picture.write("stages.svg")
-
-
-def plan() -> None:
-    """What ``lightning-zero plan --plot`` draws of the command in docs/planner.md."""
-    root = HERE.parent.parent
-    sys.path[:0] = [str(root), str(root / "benchmarks")]
-    from results import follow_scheme
-
-    from lightning_zero.cli import main
-
-    path = HERE / "plan.svg"
-    with contextlib.redirect_stdout(io.StringIO()):
-        main(["plan", "--parameters=7B", "--world-size=8", "--device-memory=80GB", f"--plot={path}"])
-    path.write_text(follow_scheme(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def split() -> None:
@@ -190,5 +173,5 @@ def checkpoint() -> None:
 
 
 if __name__ == "__main__":
-    for draw in (stages, plan, split, step, gradient, checkpoint):
+    for draw in (stages, split, step, gradient, checkpoint):
         draw()

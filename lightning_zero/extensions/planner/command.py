@@ -8,7 +8,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -44,12 +44,9 @@ from lightning_zero.extensions.planner import OPTIONS, WHAT
 from lightning_zero.extensions.planner.costs import ADAM, OptimizerCost
 from lightning_zero.extensions.planner.estimate import (
     MemoryEstimate,
-    Recommendation,
     estimate_memory,
-    needed,
     plan_numbers,
 )
-from lightning_zero.extensions.planner.links import Way, describe_ways, draw, fastest_way, parse_speed, ways_to_send
 from lightning_zero.extensions.planner.measure import ActivationBytes, first_batch, measure_activations
 from lightning_zero.plan.plan import ZeroPlan, build_plan
 from lightning_zero.registry import extension
@@ -85,9 +82,6 @@ class Planner:
         self.tensor = self.settings.pop("tensor_parallel_size")
         precision = precision_of(config)
         self.memory = memory_of(config, self.ranks)
-        self.speeds = [parsed(config, f"link_{name}", parse_speed) for name in ("between", "within")]
-        if self.speeds[0] and config.trainer.num_nodes == 1:
-            raise ValueError("--link-between is between nodes, and there is one: give --trainer.num_nodes.")
         self.model = self._module()
         found_optimizer = self._optimizer()
         if self.model is not None:
@@ -193,13 +187,13 @@ class Planner:
             extension("compression").check(self.asked.compression, plan, scales_loss=False)
         return plan
 
-    def estimate(self, exchange: Mapping[str, Any] | None = None) -> MemoryEstimate:
-        """All stages side by side, with the configured exchange or another. Raises ValueError if it does not fit."""
+    def estimate(self) -> MemoryEstimate:
+        """All stages side by side. Raises ValueError if the settings do not fit the model."""
         settings = {name: value for name, value in self.settings.items() if name not in ("placement", "offload")}
         settings["activations"] = self.measured and self.measured.total
         if self.model is None:
             settings = {name: settings[name] for name in ("param_dtype", "reduce_dtype")}
-        nodes, exchange = self.config.trainer.num_nodes, self.exchange if exchange is None else exchange
+        nodes, exchange = self.config.trainer.num_nodes, self.exchange
         settings |= {"world_size": self.ranks, "tensor_parallel_size": self.tensor}
         alone = nodes > 1 and (self.tensor > 1 or self.ranks == nodes)  # others read one another's memory
         return estimate_memory(
@@ -214,42 +208,20 @@ class Planner:
             **settings,
         )
 
-    def ways(self) -> list[Way]:
-        """What links and memory a step takes, for every way to send what it sends."""
-        world_size = self.settings["world_size"]
-        ranks = world_size // self.config.trainer.num_nodes
-        node = ranks if 1 < ranks < world_size else None
-        spans = dict.fromkeys((None, node, self.exchange["shard_within"]))
-        exchanges: list[dict[str, Any]] = [{"shard_within": span} for span in spans]
-        exchanges += [{"secondary_shards": True}] if node and self.tensor == 1 else []
-        return ways_to_send([self.estimate(exchange) for exchange in exchanges], self.memory, self.speeds)
-
     def numbers(self) -> dict[str, Any]:
-        """What ``describe`` says, in bytes and seconds; docs/planner.md has the keys."""
-        estimate, ways = self.estimate(), self.ways()
+        """What ``describe`` says, in bytes; docs/planner.md has the keys."""
+        estimate = self.estimate()
+        links = {"leaving_nbytes": estimate.leaving_nbytes, "within_nbytes": estimate.within_nbytes}
         return {
             "plan": None if self.model is None else plan_numbers(self.plan(), estimate.micro_steps),
             "estimate": asdict(estimate),
             "activations": {"unknown": self.unknown} if self.unknown else self.measured and asdict(self.measured),
             "recommended": self.memory and asdict(estimate.recommend(**self.memory)),
-            "ways": [asdict(way) for way in ways],
-            "fastest": (fastest := fastest_way(ways)) and asdict(fastest),
+            **{name: {stage: sent(stage) for stage in estimate.stages} for name, sent in links.items()},
         }
 
-    def _advice(self, estimate: MemoryEstimate) -> tuple[Recommendation | None, bool]:
-        """What to choose for the given memory, and whether stages that offload are shown."""
-        advice = None if self.memory is None else estimate.recommend(**self.memory)
-        fits = [] if advice is None else [advice.name] if advice.name else advice.fits
-        only_with = advice is not None and all(name.endswith("_offload") for name in fits)
-        return advice, only_with or self.settings["offload"] is not None
-
     def report(self) -> str:
-        """What the command prints, after it has drawn the picture that it was asked for."""
-        if self.config.plot is not None:
-            estimate = self.estimate()
-            stages, title = estimate.shown(self._advice(estimate)[1])
-            title += f"\n{estimate.numel:,} parameters, {estimate.precision}, world size {estimate.world_size:,}"
-            draw(stages, self.config.plot, title, (self.memory or {}).get("device_nbytes"))
+        """What the command prints."""
         return json.dumps(self.numbers(), indent=2) if self.config.json else self.describe()
 
     def describe(self) -> str:
@@ -258,7 +230,10 @@ class Planner:
         if self.model is not None:
             accelerator, steps = estimate.accelerator, estimate.micro_steps
             parts.append(self.plan().describe(optimizer=self.optimizer, accelerator=accelerator, micro_steps=steps))
-        advice, offload = self._advice(estimate)
+        advice = None if self.memory is None else estimate.recommend(**self.memory)
+        fits = [] if advice is None else [advice.name] if advice.name else advice.fits
+        only_with = advice is not None and all(name.endswith("_offload") for name in fits)
+        offload = only_with or self.settings["offload"] is not None
         parts.append(estimate.describe(offload=offload))
         parts += [self.unknown] if self.unknown else []
         if self.assumed:
@@ -266,14 +241,10 @@ class Planner:
         if self.config.lora is not None and self.model is not None:
             trained = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
             parts.append(f"LoRA of rank {self.config.lora}: {trained:,} parameters are trained, the others are frozen.")
-        uncounted = advice is not None and advice.name is None and bool(advice.fits)
         if advice is not None:
             parts.append(f"Recommended: {advice.name or 'nothing'}. {advice.reason}")
             how = "Give --activations measured, or a size such as --activations 20GB."
-            parts[-1] += f" {how}" if uncounted else ""
-        if any(self.speeds):
-            ways = [way for way in self.ways() if offload or "_offload" not in way.stage]
-            parts.append(describe_ways(ways) + " Activations are not counted." * uncounted)
+            parts[-1] += f" {how}" if advice.name is None and advice.fits else ""
         return "\n\n".join(parts)
 
 
@@ -320,6 +291,11 @@ class PlanCLI(ZeroCLI):
         if isinstance(args, dict | Namespace):
             self.config = parser.parse_object(args)
         else:
+            if gone := next((arg for arg in args or () if re.match("--(link[-_]|plot)", arg)), None):
+                raise ValueError(
+                    f"{gone.partition('=')[0]} does not exist any more: divide what leaves a node, and what a rank "
+                    "sends, by the speed of your links, and draw what --json prints."
+                )
             args = [re.sub(r"^--data(?==\w|$)", "--data.class_path", arg) for arg in args or ()]
             self.config = parser.parse_args(args)
         self.config["seed_everything"] = False
@@ -423,10 +399,10 @@ def memory_of(config: Namespace, world_size: int) -> dict[str, Any] | None:
     return None if device is None else {"device_nbytes": device, "host_nbytes": host, "activations_nbytes": activations}
 
 
-def parsed(config: Namespace, name: str, parse: Callable[[str], Any] = parse_size) -> Any:
-    """The number of an option: bytes, or what else ``parse`` makes of it."""
+def parsed(config: Namespace, name: str) -> Any:
+    """The bytes of an option."""
     try:
-        return None if config[name] is None else parse(config[name])
+        return None if config[name] is None else parse_size(config[name])
     except ValueError as error:
         raise ValueError(f"--{name.replace('_', '-')}: {error}") from None
 
@@ -462,6 +438,14 @@ def model_of_config(path: str) -> nn.Module:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"transformers cannot build the model of {file}: {type(error).__name__}: {reason}") from error
     return model
+
+
+def needed(name: str, option: str) -> Any:
+    """A package that this one does not depend on; ImportError where it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(f"{option} needs `{name}` ({error}): pip install {name}.") from error
 
 
 def adapted(model: nn.Module, config: Namespace) -> nn.Module:

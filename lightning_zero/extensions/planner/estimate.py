@@ -18,7 +18,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib import import_module
 from itertools import accumulate, takewhile
 from typing import Any
 
@@ -127,23 +126,18 @@ class MemoryEstimate:
         computing = 0 if self.accelerator else stage.peak.total + activations_nbytes
         return self.world_size // self.hosts * (stage.host.total + computing)
 
-    def leaving_nbytes(self, name: str, *, rounded: str | None = None) -> int:
-        """Bytes that leave a host in a step, with ``compression`` or all in the format ``rounded``; see [Note: links].
-
-        Weights are rounded where they may be: in stage 3, and with mixed precision in stages 1 and 2. With ``"int4"``
-        gradients they are in ``"int8"``.
-        """
-        return self._on_links(name, rounded)[0]
+    def leaving_nbytes(self, name: str) -> int:
+        """Bytes that leave a host in a step; see [Note: links]."""
+        return self._on_links(name)[0]
 
     def within_nbytes(self, name: str) -> int:
         """Bytes that one rank sends to others of its host in a step; see [Note: links]."""
         return self._on_links(name)[1]
 
-    def _on_links(self, name: str, rounded: str | None = None) -> tuple[int, int]:
-        formats = "int8" if rounded == "int4" else rounded, rounded
-        if self.compression is not None and rounded is None:
+    def _on_links(self, name: str) -> tuple[int, int]:
+        formats: tuple[str | None, str | None] = (None, None)
+        if self.compression is not None and name != NONE:
             formats = self.compression.weights, self.compression.gradients
-        formats = (None, None) if name == NONE else formats
         kept = self.keeping is not None and name.startswith("zero3")
         hops = self.shard_within is None and (any(formats) or kept)
         rings = name == NONE or (self.accelerator and not hops)
@@ -224,7 +218,9 @@ class MemoryEstimate:
         Args:
             offload: with a column for each stage that offloads.
         """
-        stages, at_peak = self.shown(offload)
+        stages = {name: stage for name, stage in self.stages.items() if offload or not name.endswith("_offload")}
+        stages = stages if len(stages) > 1 else dict(self.stages)
+        at_peak = "at peak" if self.activations is not None else "at peak, without activations"
         columns = [self._rows(stage, at_peak) for stage in stages.values()]
         rows = [("bytes of one rank", *stages)]
         for word in columns[0]:
@@ -242,17 +238,11 @@ class MemoryEstimate:
         more = "From a number of parameters: slots and buckets, which depend on the model's parts, come on top."
         return "\n".join(lines if self.counted else [*lines, "", more])
 
-    def shown(self, offload: bool) -> tuple[Mapping[str, StageMemory], str]:
-        """The stages of the table, and what it calls their peaks."""
-        shown = {name: stage for name, stage in self.stages.items() if offload or not name.endswith("_offload")}
-        at_peak = "at peak" if self.activations is not None else "at peak, without activations"
-        return shown if len(shown) > 1 else self.stages, at_peak
-
     def _rows(self, stage: StageMemory, at_peak: str) -> dict[str, int]:
         """Bytes in the order and in the words of the table."""
         rest, peak = dict(stage.rest.items()), dict(stage.peak.items())
         leaving, within = self._on_links(stage.name)
-        words = {name: word_of(name) for name in rest}
+        words = {name: _WORDS.get(name, name.replace("_", " ")) for name in rest}
         return {
             **{word: rest[name] for name, word in words.items()},
             "at rest": stage.rest.total,
@@ -652,16 +642,3 @@ def _memory_rows(plan: Plan, optimizer: OptimizerCost, accelerator: bool) -> lis
         sizes = (readable_size(column[category]) if category in column else "-" for column in columns)
         rows.append((category.replace("_", " "), *sizes))
     return [*rows, ("total without activations", *(readable_size(memory.total) for memory in places.values()))]
-
-
-def word_of(category: str) -> str:
-    """What people call a category of memory."""
-    return _WORDS.get(category, category.replace("_", " "))
-
-
-def needed(name: str, option: str, package: str = "") -> Any:
-    """A module of a package that this one does not depend on; ImportError where it is not installed."""
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise ImportError(f"{option} needs `{name}` ({error}): pip install {package or name}.") from error
