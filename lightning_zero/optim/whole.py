@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_zero._torch import tree_map_only, untracked
 from lightning_zero.comm import Collectives
 from lightning_zero.optim.state import is_like
-from lightning_zero.plan.buckets import ROUND_NBYTES, Piece, deal_out, plan_rounds
+from lightning_zero.plan.buckets import ROUND_NBYTES, deal_out, plan_rounds
 from lightning_zero.shards.slice import Slice
 
 __all__ = ["WholeParameters", "WholeState"]
@@ -45,7 +45,7 @@ class WholeParameters:
         entries: the parameters, in the same order on every rank.
         writable: whether the masters may be written to at any time, so that the whole parameters are loaded before
             every step.
-        round_nbytes: how many bytes one all-to-all takes at most from, or gives to, one rank.
+        round_nbytes: how many bytes one all-to-all gives to one rank, but for a parameter that is larger.
 
     Collective: every rank, in construction (which loads the whole parameters) and as stated.
     """
@@ -65,9 +65,9 @@ class WholeParameters:
         self._collectives = collectives
         self._owners = deal_out([entry.spec.numel for entry in entries], collectives.world_size)
         self._device = entries[0].data.device if entries else torch.device("cpu")
-        ranges = [entry.ranges(collectives.world_size) for entry in entries]
-        sizes = [entry.data.dtype.itemsize for entry in entries]
-        self._rounds = plan_rounds(ranges, sizes, self._owners, collectives.rank, round_nbytes)
+        self._ranges = [entry.ranges(collectives.world_size) for entry in entries]
+        sizes = [entry.spec.numel * entry.data.dtype.itemsize for entry in entries]
+        self._rounds = plan_rounds(sizes, self._owners, round_nbytes)
         self._dtypes: list[torch.dtype | None] = [entry.data.dtype for entry in entries]
         with untracked():
             self._whole = [None if empty is None else nn.Parameter(empty) for empty in self._empty(self._dtypes)]
@@ -208,16 +208,17 @@ class WholeParameters:
     ) -> None:
         """From all ranks' slices to whole tensors at their owners, or back: in each round one all-to-all per dtype of
         the entries that take part. Every rank decides alike which those are."""
-        starts = [entry.start for entry in self.places]
-        flat = [None if tensor is None else tensor.detach().reshape(-1) for tensor in whole]
+        rank, ranks = self._collectives.rank, range(self._collectives.world_size)
         for turn in self._rounds:
-            for dtype in sorted({dtype for i in turn.entries if (dtype := dtypes[i]) is not None}, key=str):
-                held, owned = (
-                    [[part for part in parts if dtypes[part.entry] == dtype] for parts in by_rank]
-                    for by_rank in (turn.held, turn.owned)
-                )
-                here = [[_view(slices, part, starts[part.entry]) for part in parts] for parts in held]
-                there = [[_view(flat, part, 0) for part in parts] for parts in owned]
+            for dtype in sorted({dtype for i in turn if (dtype := dtypes[i]) is not None}, key=str):
+                here: list[list[Tensor]] = [[] for _ in ranks]  # per owner what this rank holds for it
+                there: list[list[Tensor]] = [[] for _ in ranks]  # per holder its part of what this rank owns
+                for index in [index for index in turn if dtypes[index] == dtype]:
+                    here[self._owners[index]].append(_flat(slices, index))
+                    if self._owners[index] == rank:
+                        full = _flat(whole, index)
+                        for parts, (start, numel) in zip(there, self._ranges[index], strict=True):
+                            parts.append(full.narrow(0, start, numel))
                 self._exchange(*((here, there) if to_owners else (there, here)), dtype, what)
 
     def _exchange(
@@ -236,15 +237,14 @@ class WholeParameters:
                 place.copy_(values)
 
 
-def _view(tensors: Sequence[Tensor | None], piece: Piece, start: int) -> Tensor:
-    """A piece of a parameter, of a 1-D tensor that begins at its element ``start``."""
-    tensor = tensors[piece.entry]
+def _flat(tensors: Sequence[Tensor | None], index: int) -> Tensor:
+    tensor = tensors[index]
     if tensor is None:
         raise RuntimeError(
-            f"This rank has no tensor for entry {piece.entry} of a transfer that every rank agreed to make. Which "
+            f"This rank has no tensor for entry {index} of a transfer that every rank agreed to make. Which "
             "parameters have gradients or state must not depend on the rank."
         )
-    return tensor.detach().narrow(0, piece.start - start, piece.numel)
+    return tensor.detach().reshape(-1)
 
 
 def _on_device(values: Any, device: torch.device) -> Any:

@@ -4,8 +4,9 @@ broadcasts, and whole parameters for the ranks that own them. Numbers only."""
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from math import prod
 from typing import NamedTuple
@@ -21,8 +22,6 @@ __all__ = [
     "ROUND_NBYTES",
     "BufferPiece",
     "BufferSpec",
-    "Piece",
-    "Round",
     "deal_out",
     "limit_bucket",
     "make_buckets",
@@ -35,7 +34,7 @@ PIECE_NBYTES = 4 * 2**20
 """A buffer of so many bytes is sent by itself, from where it lies. Smaller ones are sent together, up to so many."""
 
 ROUND_NBYTES = 64 * 2**20
-"""Bytes that one all-to-all takes from, or gives to, one rank at most."""
+"""Bytes that one all-to-all gives to one rank, but for a parameter that is larger."""
 
 BUCKETS_OF_A_MODEL = 8
 """How many buckets a model has at least, so that most are reduced during the backward. Twice as many where gradients
@@ -168,56 +167,21 @@ def deal_out(sizes: Sequence[int], world_size: int) -> list[int]:
     return owners
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A range of one flattened parameter that one rank holds."""
+def plan_rounds(nbytes: Sequence[int], owners: Sequence[int], limit: int) -> list[list[int]]:
+    """Which parameters, of so many bytes, travel in one all-to-all: to each owner ``limit`` bytes, or a larger one.
 
-    entry: int
-    start: int
-    numel: int
-
-
-@dataclass
-class Round:
-    """One all-to-all, as one rank sees it."""
-
-    held: list[list[Piece]]  # per owner what this rank holds for it
-    owned: list[list[Piece]]  # per holder what it holds for this rank
-    entries: set[int] = field(default_factory=set)  # whose pieces travel, on any rank
-
-
-def plan_rounds(
-    ranges: Sequence[Sequence[tuple[int, int]]], sizes: Sequence[int], owners: Sequence[int], rank: int, limit: int
-) -> list[Round]:
-    """Cut all parameters into pieces, and put pieces into rounds that take at most ``limit`` bytes of any rank.
-
-    ``ranges`` has of each parameter, for every rank, the first element that the rank holds, and how many; ``sizes`` has
-    the bytes of an element. Owners take turns, so that a round keeps many of them busy.
+    Owners take turns, so that a round keeps many of them busy.
     """
-    world_size = len(ranges[0]) if ranges else 0
-    queues: list[list[tuple[int, int, int]]] = [[] for _ in range(world_size)]
-    for index, held in enumerate(ranges):
-        size, end = max(1, limit // sizes[index]), sum(numel for _, numel in held)
-        queues[owners[index]] += [(index, start, min(start + size, end)) for start in range(0, end, size)]
-    rounds: list[Round] = []
-    sent, received = [0] * world_size, [0] * world_size
-    for index, start, stop in (piece for turn in zip_longest(*queues) for piece in turn if piece is not None):
-        owner, itemsize = owners[index], sizes[index]
-        pieces = {
-            holder: Piece(index, max(first, start), min(first + numel, stop) - max(first, start))
-            for holder, (first, numel) in enumerate(ranges[index])
-            if max(first, start) < min(first + numel, stop)
-        }
-        fits = received[owner] + (stop - start) * itemsize <= limit
-        if not rounds or not (fits and all(sent[h] + piece.numel * itemsize <= limit for h, piece in pieces.items())):
-            rounds.append(Round([[] for _ in range(world_size)], [[] for _ in range(world_size)]))
-            sent, received = [0] * world_size, [0] * world_size
-        rounds[-1].entries.add(index)
-        received[owner] += (stop - start) * itemsize
-        for holder, piece in pieces.items():
-            sent[holder] += piece.numel * itemsize
-            if holder == rank:
-                rounds[-1].held[owner].append(piece)
-            if owner == rank:
-                rounds[-1].owned[holder].append(piece)
+    queues: dict[int, list[int]] = {}
+    for index, owner in enumerate(owners):
+        queues.setdefault(owner, []).append(index)
+    rounds: list[list[int]] = []
+    received: Counter[int] = Counter()
+    for index in (index for turn in zip_longest(*queues.values()) for index in turn if index is not None):
+        owner = owners[index]
+        if not rounds or (received[owner] and received[owner] + nbytes[index] > limit):
+            rounds.append([])
+            received.clear()
+        rounds[-1].append(index)
+        received[owner] += nbytes[index]
     return rounds

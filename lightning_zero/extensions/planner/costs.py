@@ -307,7 +307,7 @@ def expected_memory(
     backward = replace(backward, slots=slots, gradient_slots=collected + leaving)
     if optimizer.whole:  # whole gradients at their owner, and beside them what travels or what the optimizer makes
         sizes = [spec.numel * layout.dtype.itemsize for layout in stepped for spec in layout.parameters]
-        step = whole + max(2 * min(whole, ROUND_NBYTES), optimizer.loop * max(sizes, default=0))
+        step = whole + max(2 * min(whole, max([ROUND_NBYTES, *sizes])), optimizer.loop * max(sizes, default=0))
     else:
         sizes = [part.numel * layout.dtype.itemsize for layout in stepped for part in layout.slices(rank)]
         # The user's order is that of registration as a rule, and buckets are in the opposite one.
