@@ -12,7 +12,17 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 from torch.nn import functional as F
 
-from tests.helpers.parallel import VOCABULARY, WIDTH, Parallel, alone, distance, fit, quiet
+from tests.helpers.parallel import (
+    VOCABULARY,
+    WIDTH,
+    Llama,
+    Parallel,
+    alone,
+    distance,
+    fit,
+    llama_plan,
+    quiet,
+)
 from tests.helpers.split import Feed
 from tests.helpers.world import run_world
 from tests.world.extensions.test_tensor_parallel import F64, MODELS, STAGES, meshes, same, tie, zero
@@ -136,5 +146,55 @@ def test_models_of_other_shapes() -> None:
                 found.append(fit(zero(stage, 2, build), module, 5, precision="64-true"))
                 assert (far := distance(expected, found[-1])) < 1e-12, f"{kind}, stage {stage}: {far}"
             assert same(*found), kind
+
+    run_world(4, run, timeout=200.0)
+
+
+def adapted() -> Any:
+    """``Llama`` with adapters on some of its layers."""
+    peft = pytest.importorskip("peft")
+    names = ["query", "value", "out", "up", "down"]
+    return peft.inject_adapter_in_model(
+        peft.LoraConfig(r=4, target_modules=names, init_lora_weights=False, lora_dropout=0.0), Llama()
+    )
+
+
+def adapted_plan(net: Any, sequence: bool) -> dict[str, Any]:
+    """As for ``Llama``, but what a layer's style says is said of its base, and of the adapter's half that is split."""
+    between = Shard(1) if sequence else Replicate()
+    plan: dict[str, Any] = {}
+    for name, style in llama_plan(net, sequence).items():
+        if not hasattr(net.get_submodule(name), "base_layer"):
+            plan[name] = style
+            continue
+        plan[f"{name}.base_layer"] = style
+        if isinstance(style, ColwiseParallel):
+            plan[f"{name}.lora_B.default"] = ColwiseParallel()
+            if sequence:  # it gets a DTensor
+                plan[f"{name}.lora_A.default"] = ColwiseParallel(output_layouts=Replicate())
+        else:
+            plan[f"{name}.lora_A.default"] = RowwiseParallel(output_layouts=between)
+            if sequence:
+                plan[f"{name}.lora_B.default"] = SequenceParallel(use_local_output=True)
+    return plan
+
+
+def freeze(net: Any) -> None:
+    """All but adapters: again, as ``SequenceParallel`` makes parameters anew."""
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_("lora" in name)
+
+
+@pytest.mark.filterwarnings("ignore")  # peft's and its imports'
+def test_adapters_of_peft() -> None:
+    pytest.importorskip("peft")
+    expected = alone(adapted, F64)
+
+    def run(rank: int) -> None:
+        for sequence in (False, True):
+            for stage in STAGES:
+                module = Parallel(adapted, partial(adapted_plan, sequence=sequence), F64, change=freeze)
+                found = fit(zero(stage, 2, Llama), module, precision="64-true")
+                assert distance(expected, found) < 1e-12, (sequence, stage)
 
     run_world(4, run, timeout=200.0)
