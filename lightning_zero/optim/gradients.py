@@ -229,16 +229,14 @@ class LossScaler(torch.amp.GradScaler):
         """Note how the steps since the last call went, by torch's rule; or set the scale."""
         super().update(None if new_scale is None else float(new_scale))
 
-    def stepped(self, optimizer: Optimizer) -> bool:
-        """``update`` for this optimizer alone: others may wait for their steps. Returns whether it was skipped."""
+    def stepped(self, optimizer: Optimizer) -> None:
+        """``update`` for this optimizer alone: others may wait for their steps."""
         if not self.is_enabled():
-            return False
-        skipped = any(bool(found) for found in self._per_step(optimizer)["found_inf_per_device"].values())
+            return
         others, key = self._per_optimizer_states, id(self._raw(optimizer))
         self._per_optimizer_states = type(others)(others.default_factory, {key: others.pop(key)})  # type: ignore
         self.update()
         self._per_optimizer_states.update(others)
-        return skipped
 
     def forget(self, optimizer: Optimizer) -> None:
         """Note that a step raised: the gradients of the next one are scaled."""

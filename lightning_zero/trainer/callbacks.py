@@ -11,7 +11,6 @@ A parameter that ``BaseFinetuning`` or its kin thaw in mid-fit makes the next tr
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -31,10 +30,8 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_zero.config import CheckpointPolicy
 from lightning_zero.debug import full_parameters
@@ -48,7 +45,6 @@ __all__ = [
     "adapt_fit",
     "adapt_set_up",
     "gather_for_graphs",
-    "hold_schedulers",
     "is_running",
     "refuse_other_strategies",
     "refuse_unsynced",
@@ -205,13 +201,6 @@ def _noting(handle: Callable[..., Any]) -> Callable[..., Any]:
                 raise
 
     return on_exception
-
-
-def hold_schedulers(configs: Iterable[LRSchedulerConfig], optimizer: Optimizer, held: Replaced) -> None:
-    """Keep per-step schedulers of a skipped step from advancing until ``held`` is released: out of their reach."""
-    for config in configs:
-        if config.interval == "step" and config.scheduler.optimizer is optimizer:
-            held.put(config, "frequency", lambda _: sys.maxsize)
 
 
 def refuse_other_strategies(kind: type[Strategy], module: nn.Module) -> None:

@@ -143,7 +143,6 @@ class ZeroPrecision(Dtypes, Precision):
         self._device_type = "cpu"
         self._totals: Totals = ControlGroup(None)
         self._adapter: Callable[[Optimizer], ShardedOptimizer] | None = None
-        self._on_skip: Callable[[Optimizer], None] | None = None
 
     @classmethod
     def convert(cls, plugin: fabric.Precision) -> ZeroPrecision:
@@ -171,21 +170,11 @@ class ZeroPrecision(Dtypes, Precision):
         """What gradients are averaged in, ``None`` for the parameters' own dtype."""
         return None if self._reduce_dtype is None else _DTYPES[self._reduce_dtype]
 
-    def attach(
-        self,
-        device: torch.device,
-        totals: Totals,
-        adapter: Callable[[Optimizer], ShardedOptimizer],
-        on_skip: Callable[[Optimizer], None] | None = None,
-    ) -> None:
-        """Connect to a run, where ``adapter`` finds the sharded view of an optimizer.
-
-        ``on_skip`` is called when a step is skipped because gradients overflowed.
-        """
+    def attach(self, device: torch.device, totals: Totals, adapter: Callable[[Optimizer], ShardedOptimizer]) -> None:
+        """Connect to a run, where ``adapter`` finds the sharded view of an optimizer."""
         self._device_type = device.type
         self._totals = totals
         self._adapter = adapter
-        self._on_skip = on_skip
         if self.scaler is not None:
             self.scaler.attach(adapter, totals)
 
@@ -322,8 +311,8 @@ class ZeroPrecision(Dtypes, Precision):
             adapter.abandon()
             refuse_closure(optimizer, error)
             raise
-        if scaler is not None and scaler.stepped(optimizer) and self._on_skip is not None:
-            self._on_skip(optimizer)
+        if scaler is not None:
+            scaler.stepped(optimizer)
         return result
 
     def clip_gradients(

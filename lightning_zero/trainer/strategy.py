@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero._torch import no_subclasses, tree_leaves, without_swaps
@@ -53,7 +53,6 @@ from lightning_zero.trainer.callbacks import (
     adapt_fit,
     adapt_set_up,
     gather_for_graphs,
-    hold_schedulers,
     is_running,
     refuse_other_strategies,
     refuse_unsynced,
@@ -174,7 +173,7 @@ class ZeroStrategy(Processes, ParallelStrategy):
         )
         self.loaders = validate_loaders(loaders)
         self.num_nodes = 1  # the Trainer sets it
-        self._replaced, self._held = Replaced(), Replaced()
+        self._replaced = Replaced()
         self.may_lack = False  # whether a training step may get no batch
         self._laid_out = False  # in the running fit, validation, ...
 
@@ -230,12 +229,7 @@ class ZeroStrategy(Processes, ParallelStrategy):
         if self._absent and trainer.enable_autolog_hparams:  # where every rank is asked to draw
             gather_for_graphs(trainer.loggers, self._module, self._replaced)
         self.model_to_device()
-        self.precision_plugin.attach(
-            self.root_device,
-            self.engine.totals,
-            self.adapter,
-            lambda o: hold_schedulers(self.lr_scheduler_configs, o, self._held),
-        )
+        self.precision_plugin.attach(self.root_device, self.engine.totals, self.adapter)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.session.begin(training=fitting)
         if fitting:
@@ -377,17 +371,6 @@ class ZeroStrategy(Processes, ParallelStrategy):
         """Around all but the last micro-step of a step: full gradients stay local where they are replicated anyway."""
         return self.session.accumulating()
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """One optimizer step. Collective: every rank."""
-        self._held.release()
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
-
     def on_exception(self, exception: BaseException) -> None:
         """Leave no pinned slot and no half-reduced gradient behind."""
         self.tell_failure(exception)
@@ -396,7 +379,6 @@ class ZeroStrategy(Processes, ParallelStrategy):
 
     def teardown(self) -> None:
         """End a run. Shards stay where they are, so that the module can be validated, or fitted again, or called."""
-        self._held.release()
         self.precision_plugin.teardown()
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
