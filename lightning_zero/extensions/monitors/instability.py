@@ -93,7 +93,6 @@ class InstabilityMonitor(StepMonitor):
         super()._forget()
         self._looks: _Looks | None = None
         self._norms: _Norms | None = None
-        self._batches: list[str] = []  # of the running step
         self._spikes.history.clear()
         self._told = 0
         self._scale: float | None = None  # of the loss, before a step that it may leave out
@@ -118,9 +117,9 @@ class InstabilityMonitor(StepMonitor):
     # -------------------------------------------------------------------------------------------------------- a step
 
     def begin(self, engine: ZeroEngine) -> None:
-        self._batches.clear()
         if self._looks is not None:
             self._looks.found.clear()
+            self._looks.batches.clear()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -129,7 +128,7 @@ class InstabilityMonitor(StepMonitor):
         if self._looks is not None:
             self._looks.micro_step = self._micro_steps
             ids = "" if self.batch_ids is None or isinstance(batch, NoBatch) else f" (samples {self.batch_ids(batch)})"
-            self._batches.append(f"{batch_idx}{ids}")
+            self._looks.batches.append(f"{batch_idx}{ids}")
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Look at the loss, as it is without a loss scale."""
@@ -161,7 +160,7 @@ class InstabilityMonitor(StepMonitor):
         elif self._spikes.has(which, norm):
             everywhere = [f"a spike of the gradients' norm, {norm:.4g}"]
         if anywhere or everywhere:
-            self._tell(engine, here, everywhere)
+            self._tell(engine, here, everywhere, looks.batches)
             if (scaler := strategy.precision_plugin.scaler) is not None:
                 self._scale = scaler.get_scale()
             if self.skip:
@@ -182,12 +181,12 @@ class InstabilityMonitor(StepMonitor):
         if self._measured and self._norms is not None:
             self.log_numbers(trainer, self._norms.numbers())
 
-    def _tell(self, engine: ZeroEngine, here: Sequence[str], everywhere: Sequence[str]) -> None:
+    def _tell(self, engine: ZeroEngine, here: Sequence[str], everywhere: Sequence[str], batches: Sequence[str]) -> None:
         """Have rank 0 warn of what the ranks found. Collective: every rank."""
         self._told += 1
         if self._told > _TOLD:  # alike on all ranks
             return
-        told = f"{'; '.join(here)} (batch {', '.join(self._batches)})" if here else None
+        told = f"{'; '.join(here)} (batch {', '.join(batches)})" if here else None
         rows = engine.control.gather_objects(told, "InstabilityMonitor")
         ranks = some([f"rank {rank}: {row}" for rank, row in enumerate(rows) if row is not None])
         left_out = " The step is left out." if self.skip else ""
@@ -230,6 +229,7 @@ class _Looks:
     def __init__(self, engine: ZeroEngine, names: Sequence[str]) -> None:
         self._engine, self.micro_step = engine, 0
         self.found: list[_Look] = []
+        self.batches: list[str] = []
         modules = {name: engine.module.get_submodule(name) for name in names if name}
         self._classes = {name: type(module).__name__ for name, module in modules.items()}
         self._handles = [

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ class StepMonitor(pl.Callback):
         self._micro_steps = 0  # of the running step
         self._global_step = 0  # the Trainer's, before the running step
         self._measured = False  # the running step
+        self._logged: dict[str, float] = {}  # of the last step that was measured
 
     def attach(self, strategy: ZeroStrategy) -> None:
         """A fit begins."""
@@ -74,12 +76,9 @@ class StepMonitor(pl.Callback):
     def end(self, trainer: pl.Trainer, strategy: ZeroStrategy) -> None:
         """The step has ended."""
 
-    def tables(self) -> list[list[tuple[str, ...]]]:
-        """The summary: of each table a header, and rows as long as it is. Nothing if no step was measured."""
-        return []
-
     def log_numbers(self, trainer: pl.Trainer, metrics: dict[str, float]) -> None:
         """Give numbers to every logger of the Trainer; each writes on rank 0 only."""
+        self._logged = metrics
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=int(trainer.fit_loop.epoch_loop._batches_that_stepped))  # as Lightning's
 
@@ -130,9 +129,14 @@ class StepMonitor(pl.Callback):
         if self.summary if self.summary is not None else not trainer.loggers:
             parallel = f", with its parts of what a tensor-parallel group of {size} has split" if size > 1 else ""
             lines = [f"{type(self).__name__}, rank 0 of {trainer.world_size}{parallel}"]
-            for rows in self.tables():
-                lines += ["", *table(rows)]
-            if len(lines) == 1:
+            rows: dict[str, list[str]] = {}
+            for name, value in filter(itemgetter(1), self._logged.items()):
+                shown = f"{value:g}" if name.endswith(("calls", "ratio")) else readable_size(int(value))
+                rows.setdefault(name.replace("expected_", ""), ["-", "-"])["expected_" in name] = shown
+            if self._logged:
+                head = ("the last step that was measured", "measured", "by plan")
+                lines += ["", *table([head, *((name, *pair) for name, pair in rows.items())])]
+            else:
                 lines[0] += f": no step was measured; the first one that is would have been step {STEADY}."
             rank_zero_info("\n".join(lines))
 
@@ -184,10 +188,6 @@ class CommunicationMonitor(StepMonitor):
         self._disturbed = False  # something was sent between the last step and this one, and may still be resident
         self._interrupted = False  # validation ran between two micro-steps of this step
         self._warned = False
-        self._measured_steps = 0  # that were measured
-        self._predicted = 0  # of them, those of which the plan has something to say
-        # Collectives by kind, summed over the measured steps.
-        self._totals: dict[str, dict[str, CollectiveTraffic]] = {"sent": {}, "expected": {}}
 
     def attach(self, strategy: ZeroStrategy) -> None:
         strategy.engine.collectives.observers.append(self._note)
@@ -212,10 +212,6 @@ class CommunicationMonitor(StepMonitor):
                 self._compare(expected)
         self._disturbed = False
         if self._measured and not self._interrupted:
-            self._measured_steps += 1
-            self._predicted += expected is not None
-            _add(self._totals["sent"], self._sent)
-            _add(self._totals["expected"], expected or {})
             self.log_numbers(trainer, self._metrics(expected or {}))
         self._interrupted = False
 
@@ -227,21 +223,6 @@ class CommunicationMonitor(StepMonitor):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Count again, if it ran inside of a step."""
         self._inside = self._interrupted
-
-    def tables(self) -> list[list[tuple[str, ...]]]:
-        """Means over the measured steps."""
-        count = self._measured_steps
-        if not count:
-            return []
-        rows: list[tuple[str, ...]] = [(f"mean of {count} steps", "calls", "by plan", "bytes", "by plan", "ratio")]
-        for kind, sent in self._totals["sent"].items():
-            calls, nbytes, ratio = "-", "-", "-"
-            plan = self._totals["expected"].get(kind)
-            if plan is not None and self._predicted == count:
-                calls, nbytes = f"{plan.calls / count:g}", readable_size(plan.nbytes // count)
-                ratio = f"{sent.nbytes / plan.nbytes:.3f}" if plan.nbytes else "-"
-            rows.append((kind, f"{sent.calls / count:g}", calls, readable_size(sent.nbytes // count), nbytes, ratio))
-        return [rows]
 
     def _metrics(self, expected: Mapping[str, CollectiveTraffic]) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -257,7 +238,8 @@ class CommunicationMonitor(StepMonitor):
 
     def _note(self, call: CollectiveCall) -> None:
         if self._inside:
-            _add(self._sent, {call.kind: CollectiveTraffic(1, call.numel, call.nbytes)})
+            before = self._sent.get(call.kind, CollectiveTraffic())
+            self._sent[call.kind] = before + CollectiveTraffic(1, call.numel, call.nbytes)
         else:
             self._disturbed = True
 
@@ -278,11 +260,6 @@ class CommunicationMonitor(StepMonitor):
                 "and code that reads full parameters or gradients in a step.",
                 stacklevel=2,
             )
-
-
-def _add(sums: dict[str, CollectiveTraffic], parts: Mapping[str, CollectiveTraffic]) -> None:
-    for name, part in parts.items():
-        sums[name] = sums[name] + part if name in sums else part
 
 
 def _kinds(plan: Plan) -> tuple[str, ...]:
@@ -318,9 +295,6 @@ class MemoryMonitor(StepMonitor):
         super()._forget()
         self._watermark: Beside | None = None
         self._expected: Any = None
-        self._held: MemoryStats | None = None
-        self._peak = 0
-        self._process: dict[str, int] = {}
 
     def attach(self, strategy: ZeroStrategy) -> None:
         self._expected = _expected_of(strategy)
@@ -342,42 +316,13 @@ class MemoryMonitor(StepMonitor):
         passing, engine = self._watermark.most, strategy.engine
         self.detach(engine)
         adapters = map(strategy.adapter, strategy.optimizers)
-        self._held = memory_stats(engine, chain.from_iterable(adapter.tensors() for adapter in adapters))
-        lasting = self._held.total - self._held.beside - self._held.device["gradients"]
-        peak = max(self._held.total, lasting + passing)
-        self._peak = max(self._peak, peak)
-        self._process = _process_nbytes(engine.device)
-        self.log_numbers(trainer, self._metrics(peak))
+        held = memory_stats(engine, chain.from_iterable(adapter.tensors() for adapter in adapters))
+        lasting = held.total - held.beside - held.device["gradients"]
+        process = {f"zero/memory/{name}": nbytes for name, nbytes in _process_nbytes(engine.device).items()}
+        self.log_numbers(trainer, self._metrics(held, max(held.total, lasting + passing)) | process)
 
-    def tables(self) -> list[list[tuple[str, ...]]]:
-        """The last measured step, and the largest peak."""
-        held, expected = self._held, self._expected
-        if held is None or expected is None:
-            return []
-        rows: list[tuple[str, ...]] = [("bytes on the device", "at rest", "by plan", "by plan at the peak")]
-        peak = dict(expected.peak.items())
-        for category, nbytes in expected.rest.items():
-            row = (held.device.get(category, 0), nbytes, peak[category])
-            if any(row):
-                rows.append((category.replace("_", " "), *map(readable_size, row)))
-        if held.beside:
-            rows.append(("beside the plan", readable_size(held.beside), "", ""))
-        totals = (held.total, expected.rest.total, expected.peak.total)
-        rows.append(("total without activations", *map(readable_size, totals)))
-        rows.append(("engine at its peak", readable_size(self._peak), "", ""))
-        for category, nbytes in expected.host.items() if held.host else ():
-            rows.append((f"host: {category}", readable_size(held.host[category]), readable_size(nbytes), ""))
-        if held.disk or expected.disk.total:
-            rows.append(("disk", readable_size(held.disk), readable_size(expected.disk.total), ""))
-        for where in dict.fromkeys(name.partition("/")[0] for name in self._process):
-            for what, title in (("now", f"whole {where}"), ("peak", f"whole {where} at its peak")):
-                rows.append((title, readable_size(self._process[f"{where}/{what}"]), "", ""))
-        return [rows]
-
-    def _metrics(self, peak: int) -> dict[str, float]:
-        held, expected = self._held, self._expected
-        if held is None or expected is None:
-            return {}
+    def _metrics(self, held: MemoryStats, peak: int) -> dict[str, float]:
+        expected = self._expected
         found: dict[str, float] = {f"zero/memory/rest/{name}": nbytes for name, nbytes in held.device.items()}
         found["zero/memory/rest/beside"] = held.beside
         found["zero/memory/rest/total"] = held.total
@@ -394,7 +339,7 @@ class MemoryMonitor(StepMonitor):
         if held.disk or expected.disk.total:
             found["zero/memory/disk/total"] = held.disk
             found["zero/memory/expected_disk/total"] = expected.disk.total
-        return found | {f"zero/memory/{name}": nbytes for name, nbytes in self._process.items()}
+        return found
 
 
 def _expected_of(strategy: ZeroStrategy) -> Any:

@@ -464,13 +464,14 @@ def test_without_a_logger_there_is_a_table_at_the_end() -> None:
     (traffic, memory), logged, (asked, _), unwanted, (short, _) = first
     assert second == [[]] * 5
     assert logged == unwanted == []
-    assert traffic.startswith("CommunicationMonitor, rank 0 of 2\n\nmean of 2 steps")
-    assert asked.startswith("CommunicationMonitor, rank 0 of 2\n\nmean of 2 steps")
-    assert [line.split()[-1] for line in traffic.splitlines() if line.startswith(("all_g", "reduce_s"))] == [
-        "1.000"
-    ] * 2
-    total = next(line.split() for line in memory.splitlines() if line.startswith("total without activations"))
-    assert total[3:5] == total[5:7]  # at rest, and by plan
+    assert traffic.startswith("CommunicationMonitor, rank 0 of 2\n\nthe last step that was measured")
+    assert asked.startswith("CommunicationMonitor, rank 0 of 2\n\nthe last step that was measured")
+    rows = {words[0]: words[1:] for words in map(str.split, (traffic + memory).splitlines()) if words}
+    assert rows["zero/traffic/all_gather/ratio"] == rows["zero/memory/rest/ratio"] == ["1", "-"]
+    calls, planned = rows["zero/traffic/reduce_scatter/calls"]
+    assert calls == planned > "0"
+    total = rows["zero/memory/rest/total"]
+    assert total[:2] == total[2:]  # a size, and by plan
     assert "no step was measured; the first one that is would have been step 3" in short
 
 
