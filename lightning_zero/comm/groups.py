@@ -64,13 +64,8 @@ __all__ += ["order_launches", "orders_differ", "places_by_host", "shard_span", "
 def orders_differ(device: torch.device, sharded: bool) -> bool:
     """Whether gathers and reductions need groups of their own: see [Note: one order on a device]. On the CPU always.
 
-    ``sharded``: parameters are, between uses. Raises ``ValueError`` for a setting of 0.2.
+    ``sharded``: parameters are, between uses.
     """
-    if os.environ.get("LIGHTNING_ZERO_COMMUNICATORS"):
-        raise ValueError(
-            "LIGHTNING_ZERO_COMMUNICATORS is no setting any more: zero3 has two communicators on a device, the other "
-            "stages have one. Leave it out."
-        )
     return sharded or device.type == "cpu"
 
 

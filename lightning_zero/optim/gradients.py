@@ -106,19 +106,8 @@ class LossScaler(torch.amp.GradScaler):
 
     _adapter: Callable[[Optimizer], ShardedOptimizer] | None = None
 
-    def __init__(
-        self,
-        init_scale: float = 65536.0,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-    ) -> None:
-        if init_scale <= 0 or growth_factor <= 1 or not 0 < backoff_factor < 1 or growth_interval < 1:
-            raise ValueError(
-                "A loss scale needs init_scale > 0, growth_factor > 1, 0 < backoff_factor < 1 and growth_interval >= "
-                f"1, got {init_scale}, {growth_factor}, {backoff_factor}, {growth_interval}."
-            )
-        super().__init__("cpu", float(init_scale), growth_factor, backoff_factor, growth_interval)
+    def __init__(self, **settings: Any) -> None:
+        super().__init__("cpu", **settings)
         self._begin()
 
     @classmethod

@@ -164,14 +164,6 @@ class Traffic:
         """All kinds together."""
         return self.all_gather + self.reduce_scatter + self.broadcast + self.all_reduce
 
-    @property
-    def sent_nbytes(self) -> int:
-        """What one rank sends; it receives as many."""
-        size, groups = self.group_size, self.world_size // self.group_size
-        sent = (self.all_gather.nbytes + self.reduce_scatter.nbytes) * (size - 1) // size
-        sent += self.broadcast.nbytes * (self.world_size - 1) // self.world_size
-        return sent + 2 * self.all_reduce.nbytes * (groups - 1) // groups
-
 
 @dataclass(frozen=True, kw_only=True)
 class UnitPlan:

@@ -47,12 +47,9 @@ Call = tuple[str, str]
 # Who decides
 
 
-def test_one_communicator_where_the_order_is_provably_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_communicator_where_the_order_is_provably_the_same() -> None:
     cases = (CUDA, False), (CUDA, True), (CPU, False), (CPU, True)
     assert [orders_differ(*case) for case in cases] == [False, True, True, True]
-    monkeypatch.setenv("LIGHTNING_ZERO_COMMUNICATORS", "1")
-    with pytest.raises(ValueError, match="LIGHTNING_ZERO_COMMUNICATORS is no setting any more"):
-        orders_differ(CPU, True)
 
 
 def test_nccl_is_asked_to_begin_kernels_in_the_host_s_order(monkeypatch: pytest.MonkeyPatch) -> None:
