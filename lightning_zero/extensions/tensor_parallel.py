@@ -159,13 +159,13 @@ def localise(module: nn.Module, group: DeviceMesh, control: ControlGroup) -> Non
             child._parameters[key].tensor_mesh = group  # type: ignore[union-attr]
     if made:
         _warn_of_ties(module)
-        _refuse_uneven(module, group.size())
+        _look_at_outputs(module, group.size())
     WRAPPERS[DTensor] = _inside
 
 
-def _refuse_uneven(module: nn.Module, ranks: int) -> None:
-    """Have parallel layers refuse to return parts of several sizes: the next layer takes them all for one of its own
-    rank's size, and gloo ends a process that receives more than it has asked for."""
+def _look_at_outputs(module: nn.Module, ranks: int) -> None:
+    """Have parallel layers refuse what DTensors do wrong: outputs in parts of several sizes, which the next layer takes
+    all for one of its own rank's size, and second derivatives, of which collectives have none."""
     shapes: dict[str, torch.Size] = {}
 
     def computed(name: str, _: nn.Module, __: Any, output: Any) -> None:  # before `parallelize_module` distributes it
@@ -173,14 +173,23 @@ def _refuse_uneven(module: nn.Module, ranks: int) -> None:
             shapes[name] = output.shape
 
     def returned(name: str, _: nn.Module, __: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or (whole := shapes.pop(name, None)) is None or isinstance(output, DTensor):
+        if torch.compiler.is_compiling() or not isinstance(output, Tensor):
             return
-        for dim, (size, part) in enumerate(zip(whole, output.shape, strict=False)):
-            if size % ranks and part != size:
+        if output.requires_grad:
+            output.register_hook(partial(once, name))
+        for dim, (size, part) in enumerate(zip(shapes.pop(name, ()), output.shape, strict=False)):
+            if size % ranks and part != size:  # of a DTensor both are of the whole
                 raise ValueError(
                     f"The output of '{name}' has {size} places in dimension {dim}, which {ranks} ranks cannot share "
                     "equally. Make that size a multiple (pad the sequence), or do not split it (`Replicate()`)."
                 )
+
+    def once(name: str, _: Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise ParameterAccessError(
+                f"create_graph=True in a backward through '{name}', which tensor parallelism has split: gradients of "
+                "gradients would lack what the other ranks add. Leave gradient penalties out, or tensor_parallel_size."
+            )
 
     for name, layer in module.named_modules():
         if hasattr(layer, "_tensor_parallel"):

@@ -280,21 +280,41 @@ class Short(Llama):
         return super().forward(tokens[:, 1:])
 
 
+class Penalised(Parallel):
+    """Also keeps the gradient of the first block's input small."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs: list[Tensor] = []
+        handle = self.net.blocks[0].register_forward_pre_hook(lambda _, found: inputs.append(found[0]))
+        loss = super().training_step(batch, batch_idx)
+        handle.remove()
+        (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
+        return loss + gradient.square().sum()
+
+
 def test_gradients_that_differ_in_a_tensor_group_are_named() -> None:
     """Of a norm between sequence-parallel layers that the plan leaves out, and of an output that is used in parts; and
-    an input that is not whole, and a sequence that cannot be split evenly."""
+    an input that is not whole, a sequence that cannot be split evenly, and second derivatives, which DTensors lack."""
 
     def run(rank: int) -> list[str]:
         precisions = ("32-true", "bf16-mixed")
-        return [
-            raised(zero(stage, 2), Parallel(Llama, forgetful), precision=precision)
-            for stage in STAGES
-            for precision in precisions
-        ] + [
-            raised(zero(stage, 2, build), Parallel(build, plan))  # type: ignore[arg-type]
-            for build, plan in ((Mlp, uses_parts), (Pooled, pooled_plan), (Short, partial(llama_plan, sequence=True)))
-            for stage in STAGES
-        ]
+        return (
+            [
+                raised(zero(stage, 2), Parallel(Llama, forgetful), precision=precision)
+                for stage in STAGES
+                for precision in precisions
+            ]
+            + [
+                raised(zero(stage, 2, build), Parallel(build, plan))  # type: ignore[arg-type]
+                for build, plan in (
+                    (Mlp, uses_parts),
+                    (Pooled, pooled_plan),
+                    (Short, partial(llama_plan, sequence=True)),
+                )
+                for stage in STAGES
+            ]
+            + [raised(zero(stage, 2, Mlp), Penalised()) for stage in STAGES]
+        )
 
     for messages in run_world(4, run):
         for message in messages[:6]:
@@ -303,7 +323,9 @@ def test_gradients_that_differ_in_a_tensor_group_are_named() -> None:
             assert "The gradients of the output of 'net.blocks.1.up' on ranks 0 and 1 differ" in message, message
         for message in messages[9:12]:
             assert "The inputs of 'net.head' on ranks 0 and 1 differ" in message, message
-        for message in messages[12:]:
+        for message in messages[15:]:
+            assert "create_graph=True in a backward through 'net.head'" in message, message
+        for message in messages[12:15]:
             assert "The output of 'net.embedding' has 11 places in dimension 1, which 2 ranks" in message, message
 
 
