@@ -82,6 +82,7 @@ class ZeroSession:
     Attributes:
         checkpoints: what saves and loads.
         check_trainer: refuses a module that something else trains now, by raising; called with it before a step.
+        before_thaw: called before the module is laid out anew in the middle of a run, which it may refuse.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class ZeroSession:
         self._activations: Activations | None = None
         self._adapters: dict[int, ShardedOptimizer] = {}
         self.check_trainer: Callable[[nn.Module], object] = lambda module: None
+        self.before_thaw: Callable[[], object] = lambda: None
         self._dtypes: Dtypes = Dtypes()
         self._stepped: dict[str, Any] = {}  # what `shard_optimizers` got beside the optimizers
 
@@ -241,6 +243,7 @@ class ZeroSession:
                 f"{some(thawed)} thawed in the middle of a fit, with an optimizer that needs a closure: it keeps whole "
                 "parameters. Thaw before the fit."
             )
+        self.before_thaw()
         trained = [one for one in former.shards.values() if one.parameter is not None]
         gradients = whole_gradients(former, trained, "gradients of the whole module")
         optimizers = [adapter.optimizer for adapter in self._adapters.values()]

@@ -42,6 +42,7 @@ from lightning_zero.config import (
     validate_loaders,
 )
 from lightning_zero.engine.engine import Announced
+from lightning_zero.errors import ParameterAccessError
 from lightning_zero.optim.state import ConstantState
 from lightning_zero.registry import extension
 from lightning_zero.session.checkpoints import Checkpoints, require_lightning
@@ -52,11 +53,13 @@ from lightning_zero.trainer.callbacks import (
     UnmarkedModule,
     adapt_fit,
     adapt_set_up,
+    average_slices,
+    averaging,
+    copy_whole,
     gather_for_graphs,
     is_running,
     refuse_other_strategies,
     refuse_unsynced,
-    show_values,
     undisturbed,
     without_modules,
 )
@@ -211,6 +214,8 @@ class ZeroStrategy(Processes, ParallelStrategy):
         super().setup_environment()
         self._module._device_mesh = self._device_mesh  # for ``configure_model``
         reset_seed()
+        callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
+        copy_whole(callbacks, self._module, self._replaced)
         adapt_set_up(self._module.trainer, self._module, self._replaced)
         self._signals = Signals(self._module.trainer, lambda: self.engine, self._replaced)
         self.may_lack = False
@@ -255,11 +260,13 @@ class ZeroStrategy(Processes, ParallelStrategy):
         TRAINERS.add(trainer)
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self._module)
         session = self._begin_session()
         session.settings = self.settings
         session.check_trainer = partial(refuse_other_strategies, ZeroStrategy)
+        session.before_thaw = self._refuse_averages
         self._localise(self._module)
         session.shard(
             self._module,
@@ -272,9 +279,17 @@ class ZeroStrategy(Processes, ParallelStrategy):
             self.settings = session.settings  # a stage that was chosen stays
         self.checkpoints.begin(training=fitting)
         if self._absent:
-            show_values(trainer.callbacks, self._module, self._replaced)  # type: ignore[attr-defined]
+            average_slices(callbacks, self.session, self._module, self._replaced)
         if fitting:
-            adapt_fit(trainer, self.settings.checkpoint, self.checkpoints.is_underway, self._replaced)
+            policy, is_underway = self.settings.checkpoint, self.checkpoints.is_underway
+            adapt_fit(trainer, self._module, policy, self._absent, is_underway, self._replaced)
+
+    def _refuse_averages(self) -> None:
+        if self._absent and (averages := averaging(self._module.trainer.callbacks)):  # type: ignore[attr-defined]
+            raise ParameterAccessError(
+                f"Parameters thawed in mid-fit, whose slices {type(averages[0]).__name__} averages: they would be "
+                "sharded again. Thaw before the fit, or use stage 1 or 2 in full precision."
+            )
 
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]
         """Where tensors are made while a module is built: on the host, because only parts stay on the device."""

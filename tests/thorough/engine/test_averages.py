@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_avg_fn, get_ema_multi_avg_fn
 
 from lightning_zero import AdamW8bit, HostOffload, NvmeOffload
+from lightning_zero.errors import ParameterAccessError
 from tests.helpers.cases import WIDTH, Block
 from tests.helpers.runs import (
     STAGES,
@@ -58,15 +60,10 @@ class InEightBits(Net):
         return AdamW8bit(super().configure_optimizers().param_groups, lr=0.01, min_8bit_size=65)
 
 
-def own(average: Tensor, current: Tensor, count: Any) -> Tensor:
-    return average + (current - average) / (average.float().norm() + 2)  # of whole parameters
-
-
 MADE: dict[str, Any] = {
     "ema": lambda: EMAWeightAveraging(decay=0.9),
     "ema without buffers": lambda: EMAWeightAveraging(decay=0.9, use_buffers=False, update_starting_at_step=2),
     "plain": WeightAveraging,
-    "own function": lambda: EveryOther(avg_fn=own),
     "foreach": lambda: EveryOther(multi_avg_fn=get_ema_multi_avg_fn(0.8)),
     "swa": lambda: StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=1),
     "swa of two epochs": lambda: StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=2),
@@ -182,6 +179,41 @@ def test_averages_with_offload(kind: str, tmp_path: Path) -> None:
         return results
 
     assert_same(run_world(2, play), [kind], expected="none")
+
+
+def own(average: Tensor, current: Tensor, count: Any) -> Tensor:
+    return torch.lerp(average, current, 0.1)
+
+
+def test_an_averaging_function_of_one_s_own_is_refused_where_it_would_get_slices() -> None:
+    swa = partial(StochasticWeightAveraging, swa_lrs=0.01, avg_fn=own)
+    foreach = partial(EveryOther, multi_avg_fn=lambda averages, values, count: None)
+
+    def play(rank: int) -> None:
+        for make in (partial(EveryOther, avg_fn=own), foreach, swa):
+            for strategy, options in ((zero(3), {}), (zero(1), {"precision": "bf16-mixed"})):
+                with (
+                    quiet(),
+                    pytest.raises(ParameterAccessError, match=r"averaging function of .*lightning_zero\.local_slices"),
+                ):
+                    fit(strategy, Net(Normed), 3, callbacks=[make()], **options)
+        with quiet():
+            fit(zero(1), Net(Normed), 3, callbacks=[EveryOther(use_buffers=False, avg_fn=own)])
+
+    run_world(2, play)
+
+
+def test_an_average_takes_a_share_of_memory() -> None:
+    def play(rank: int) -> tuple[int, int]:
+        callback = MADE["ema"]()
+        module = Net(Normed)
+        with quiet():
+            fit(zero(3), module, 2, callbacks=[callback])
+        held = sum(p.numel() for p in callback._average_model.parameters())
+        return held, sum(p.numel() for p in module.parameters())
+
+    for held, whole in run_world(2, play):
+        assert held <= whole / 2 + 64 * 8  # alignment
 
 
 def parameters_of(module: LightningModule) -> dict[str, Tensor]:

@@ -255,20 +255,26 @@ def test_averages_offload_and_recomputation_go_along(tmp_path: Path) -> None:
         "recomputed": {"activations": ActivationPolicy(checkpointing=["Block"])},
     }
 
-    def train(stage: int, **options: Any) -> dict[str, Any]:
+    def train(stage: int, averaged: bool, **options: Any) -> dict[str, Any]:
         module = Backbone()
-        callbacks = [CALLBACKS["backbone"](), EMAWeightAveraging(decay=0.9)]
+        callbacks = [CALLBACKS["backbone"](), *([EMAWeightAveraging(decay=0.9)] if averaged else [])]
         return made(module, fit(zero(stage, **options), module, 4, val=1, callbacks=callbacks, **OPTIONS))
 
     def play(rank: int) -> dict[str, Any]:
+        errors: list[str] = []
         with quiet():
-            return {
-                name: {str(stage): train(stage, **options) for stage in STAGES.values()}
+            results: dict[str, Any] = {
+                name: {str(stage): train(stage, stage < 3, **options) for stage in STAGES.values()}
                 for name, options in ways.items()
             }
+            with raised(errors):
+                train(3, True)
+        return {**results, "errors": errors}
 
     results = run_world(2, play, timeout=120)
     assert_same(results, ["host", "recomputed", "nvme"], expected="plain")
+    for found in results:
+        assert "whose slices EMAWeightAveraging averages" in found["errors"][0]
 
 
 def makers() -> dict[str, Any]:
