@@ -51,7 +51,6 @@ from lightning_zero.loading import (
 from lightning_zero.plan.plan import ZeroPlan, build_plan
 from lightning_zero.registry import extension
 from lightning_zero.trainer.fabric import ZeroFabricStrategy
-from lightning_zero.trainer.loaders import NoBatch
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.strategy import ZeroStrategy
 
@@ -101,7 +100,6 @@ __all__ = [
     "InstabilityMonitor",
     "LoaderPolicy",
     "MemoryMonitor",
-    "NoBatch",
     "NvmeOffload",
     "ZeroCLI",
     "ZeroError",

@@ -381,26 +381,26 @@ Uneven = Literal["error", "join", "stop"]
 class LoaderPolicy:
     """What to do when some ranks run out of batches before others.
 
-    ``error``: raise an error on every rank, which names the ranks that ended. ``join``: a rank without a batch takes
-    part in the step without one; averages are still divided by the number of all ranks. ``stop``: all ranks stop with
-    the first one, and the remaining batches of the others are not used.
+    ``error``: raise an error on every rank, which names the ranks that ended. ``stop``: all ranks stop with the first
+    one, and the remaining batches of the others are not used. ``join``: a rank without a batch takes part in the step
+    without one.
 
     Args:
-        training: for training. ``join`` needs automatic optimization.
+        training: for training.
         evaluation: for validation, test and predict.
 
     Raises:
         ValueError: naming the setting.
     """
 
-    training: Uneven = "error"
+    training: Literal["error", "stop"] = "error"
     evaluation: Uneven = "join"
 
     def __post_init__(self) -> None:
         _check_fields(self)
 
 
-LoadersLike = LoaderPolicy | Uneven
+LoadersLike = LoaderPolicy | Literal["error", "stop"]
 
 # ------------------------------------------------------------------ each raises ValueError, or returns what is usable
 

@@ -6,10 +6,8 @@ known are the same on all ranks, nothing is different. Otherwise each batch is a
 microseconds on a host), in the order in which Lightning fetches, before the step.
 
 [Note: a step without a batch]
-A rank that has no batch while another one has takes part in what the others gather and reduce. In training it gets a
-``NoBatch``, so that Lightning's loops go on there, and in place of ``training_step`` the strategy runs nothing, in the
-same scope: no gradient, and a loss of zero. Averages go on being those over all ranks. In evaluation Lightning's loops
-do not need one another, so there the rank takes part while it fetches, of which neither hooks nor metrics see anything.
+In evaluation a rank that has no batch while another one has takes part in what the others gather. Lightning's loops do
+not need one another there, so the rank takes part while it fetches, of which neither hooks nor metrics see anything.
 
 [Note: signals]
 Lightning's own handlers run wherever the rank is. The one of SIGTERM sends a message there, which shifts all messages
@@ -22,16 +20,14 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero.config import Uneven
@@ -41,14 +37,13 @@ from lightning_zero.registry import extension
 from lightning_zero.shards.slice import fingerprint
 from lightning_zero.trainer.callbacks import Replaced
 
-__all__ = ["NoBatch", "Signals", "lock_loaders"]
+__all__ = ["Signals", "lock_loaders"]
 
 Agree = Callable[[str, Sequence[int]], list[list[int]]]
 
 _WAYS = (
-    "Give every rank as many batches (`DistributedSampler`, `drop_last=True`, as many shards for each), or say what is "
-    "to be done: ZeroStrategy(loaders=LoaderPolicy({}='join')), where who has none takes part without one, or "
-    "'stop', where all end with the first."
+    "Give every rank as many batches (`DistributedSampler`, `drop_last=True`, as many shards for each), or let all end "
+    "with the first: ZeroStrategy(loaders=LoaderPolicy({}='stop'))."
 )
 _STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step", "predict": "predict_step"}
 _END, _SAVE = 1, 2  # what a signal asks
@@ -124,10 +119,7 @@ class Signals:
 
 
 def lock_loaders(strategy: Any, trainer: Any, replaced: Replaced) -> None:
-    """Have what the loops of a Trainer fetch from end on all ranks together, where the ranks need one another. Local.
-
-    ``strategy``: the Trainer's ``ZeroStrategy``, whose ``may_lack`` is set where a training step may get no batch.
-    """
+    """Have what the loops of a Trainer fetch from end on all ranks together, where ranks need one another. Local."""
     loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
     for loop in (*loops, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
         replaced.put(loop._data_source, "dataloader", partial(_in_step, strategy, trainer, loop))  # 2.6
@@ -148,13 +140,6 @@ def _in_step(strategy: Any, trainer: Any, loop: Any, request: Callable[[], Any])
         by_hand = is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True)
         if strategy.world_size == 1 or free or by_hand:
             return given
-        if training and policy == "join":
-            if not module.automatic_optimization:
-                raise ValueError(
-                    "LoaderPolicy(training='join') leaves training_step out on ranks without a batch, and with it, in "
-                    "manual optimization, the backward that the others wait for. Use 'error' or 'stop'."
-                )
-            strategy.may_lack = True
         mode = "max_size_cycle" if training else "sequential"
         return _InLockStep.of(
             given if isinstance(given, CombinedLoader) else CombinedLoader(given, mode),  # type: ignore[arg-type]
@@ -170,23 +155,6 @@ def _in_step(strategy: Any, trainer: Any, loop: Any, request: Callable[[], Any])
     return dataloader
 
 
-class NoBatch:
-    """What a training rank without a batch has in place of one, while others have theirs. Hooks of batches get it.
-
-    To who asks for its size it is a batch of none, as which it counts in averages.
-    """
-
-    def to(self, *args: Any, **kwargs: Any) -> NoBatch:
-        """Itself, on any device."""
-        return self
-
-    def __iter__(self) -> Iterator[Tensor]:
-        yield torch.empty(0)
-
-    def __repr__(self) -> str:
-        return "NoBatch()"
-
-
 class _InLockStep(CombinedLoader):
     """A user's loaders, in a copy of what combines them, which end on all ranks together.
 
@@ -199,7 +167,7 @@ class _InLockStep(CombinedLoader):
     _agree: Agree
     _listens: bool  # whether signals are to be told of with each batch in any case
     _progress: Any
-    _take_part: Callable[[], None] | None
+    _take_part: Any
     _length: int | None = None  # what Lightning is told. With none it fetches one batch ahead of the step
 
     @staticmethod
@@ -217,7 +185,7 @@ class _InLockStep(CombinedLoader):
         certain = all(isinstance(part, DataLoader) and not isinstance(part.dataset, IterableDataset) for part in parts)
         each = [sized_len(part) for part in parts] if self._mode == "sequential" else []
         length = sized_len(self._iterator)
-        self._asked, self._count, self._has = 0, 0, True
+        self._count, self._has = 0, True
         self._held: Any = None
         self._error: DivergenceError | None = None
         row = [-1 if length is None else length, int(certain), fingerprint(str(each))]
@@ -255,7 +223,6 @@ class _InLockStep(CombinedLoader):
             at = _OUT if self._held is None else self._held[2]  # the loader's number, if they follow one another
             rows = self._agree(f"the next batch of the {self._name}", [at, self._count])
             everyone = [row[0] for row in rows]
-            self._asked += 1
             if min(everyone) == _OUT or (self._policy == "stop" and _OUT in everyone):
                 if self._take_part is not None:
                     self._progress.is_last_batch = True  # as Lightning sets it where it knows the length
@@ -267,11 +234,9 @@ class _InLockStep(CombinedLoader):
                 self._held = self._held if at == max(everyone) else None
             elif self._policy == "error":
                 self._fail(late, rows)
-                return self._take() if self._held is not None else (NoBatch(), self._asked - 1, 0)
+                return self._take() if self._held is not None else (None, self._count, 0)
             elif at == min(everyone):
                 return self._take()
-            elif self._take_part is None:
-                return NoBatch(), self._asked - 1, 0
             else:
                 self._take_part()
 

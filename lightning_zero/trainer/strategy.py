@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero._torch import no_subclasses, tree_leaves, without_swaps
+from lightning_zero._torch import no_subclasses, without_swaps
 from lightning_zero.comm.control import current_watch
 from lightning_zero.config import (
     ActivationsLike,
@@ -63,7 +63,7 @@ from lightning_zero.trainer.callbacks import (
     undisturbed,
     without_modules,
 )
-from lightning_zero.trainer.loaders import NoBatch, Signals, lock_loaders
+from lightning_zero.trainer.loaders import Signals, lock_loaders
 from lightning_zero.trainer.precision import ZeroPrecision, precision_property
 from lightning_zero.trainer.processes import DEFAULT_TIMEOUT, Processes, StartMethod
 
@@ -177,7 +177,6 @@ class ZeroStrategy(Processes, ParallelStrategy):
         self.loaders = validate_loaders(loaders)
         self.num_nodes = 1  # the Trainer sets it
         self._replaced = Replaced()
-        self.may_lack = False  # whether a training step may get no batch
         self._laid_out = False  # in the running fit, validation, ...
 
     def __repr__(self) -> str:
@@ -218,7 +217,6 @@ class ZeroStrategy(Processes, ParallelStrategy):
         copy_whole(callbacks, self._module, self._replaced)
         adapt_set_up(self._module.trainer, self._module, self._replaced)
         self._signals = Signals(self._module.trainer, lambda: self.engine, self._replaced)
-        self.may_lack = False
         lock_loaders(self, self._module.trainer, self._replaced)
 
     # -------------------------------------------------------------------- setup
@@ -317,14 +315,9 @@ class ZeroStrategy(Processes, ParallelStrategy):
         self._signals.end()
         super().on_train_end()
 
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """The user's way to bring a batch to the device, if there is one."""
-        return batch if isinstance(batch, NoBatch) else super().batch_to_device(batch, device, dataloader_idx)
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``training_step``, with units gathered as they are called. So are those of the other steps."""
-        without = self.may_lack and any(isinstance(leaf, NoBatch) for leaf in tree_leaves((args, kwargs)))
-        return self._run("training_step", args, kwargs, without=without)
+        return self._run("training_step", args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._run("validation_step", args, kwargs)
@@ -344,11 +337,11 @@ class ZeroStrategy(Processes, ParallelStrategy):
             if training and averaged and self.placement.shards_parameters:
                 trainer: Any = self._module.trainer
                 skipped = trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward  # 2.6
-                follows = (result is not None or without) and not skipped and undisturbed(trainer, _BEFORE_BACKWARD)
+                follows = result is not None and not skipped and undisturbed(trainer, _BEFORE_BACKWARD)
                 self.engine.progress.follows = "a backward" if follows else ""
         if not training:
             self._signals.heed(between=True)
-        return torch.zeros((), device=self.root_device, requires_grad=True) if without and training else result
+        return result
 
     def take_part(self, step: str) -> None:
         """Take part in a step of evaluation that other ranks have a batch for. Collective: every rank."""

@@ -382,7 +382,6 @@ def test_public_names_are_frozen() -> None:
             "InstabilityMonitor",
             "LoaderPolicy",
             "MemoryMonitor",
-            "NoBatch",
             "NvmeOffload",
             "ZeroCLI",
             "ZeroError",

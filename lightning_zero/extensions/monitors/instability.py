@@ -34,7 +34,6 @@ from lightning_zero.extensions.monitors.usage import StepMonitor
 from lightning_zero.plan.tree import ModuleTree
 from lightning_zero.plan.units import find_units
 from lightning_zero.shards.slice import Slice
-from lightning_zero.trainer.loaders import NoBatch
 from lightning_zero.trainer.precision import unwrapped
 from lightning_zero.trainer.strategy import ZeroStrategy
 
@@ -127,7 +126,7 @@ class InstabilityMonitor(StepMonitor):
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if self._looks is not None:
             self._looks.micro_step = self._micro_steps
-            ids = "" if self.batch_ids is None or isinstance(batch, NoBatch) else f" (samples {self.batch_ids(batch)})"
+            ids = "" if self.batch_ids is None else f" (samples {self.batch_ids(batch)})"
             self._looks.batches.append(f"{batch_idx}{ids}")
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:

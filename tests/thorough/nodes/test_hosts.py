@@ -227,7 +227,7 @@ def test_loaders_that_end_earlier_on_one_host() -> None:
     def run(rank: int) -> list[dict[str, Tensor]]:
         found = []
         for stage in (1, 3):
-            module, policy = Net(), LoaderPolicy(training="join")
+            module, policy = Net(), LoaderPolicy(training="stop")
             strategy = ZeroStrategy(stage=stage, units=["Sequential"], loaders=policy)  # type: ignore[arg-type]
             with quiet():
                 make_trainer(strategy).fit(module, DataLoader(range(4 - rank // 2), batch_size=None))  # type: ignore[arg-type]

@@ -154,7 +154,7 @@ def test_whole_parameters_of_an_optimizer_and_loaders_that_end_earlier(tmp_path:
     files = folder_of(tmp_path)
 
     def train(rank: int, stage: Any, offload: Offload | None) -> dict[str, Tensor]:
-        module, policy = Net(optimizer="adamw"), LoaderPolicy(training="join")
+        module, policy = Net(optimizer="adamw"), LoaderPolicy(training="stop")
         strategy = ZeroStrategy(stage, units=["Sequential"], shard_within=2, offload=offload, loaders=policy)
         with quiet():
             make_trainer(strategy).fit(module, DataLoader(range(4 - rank // 2), batch_size=None))  # type: ignore[arg-type]
@@ -169,9 +169,9 @@ def test_whole_parameters_of_an_optimizer_and_loaders_that_end_earlier(tmp_path:
                 for parameter in found.parameters():
                     parameter.fill_(float(rank))
             assert all(bool((value == 0).all()) for name, value in whole(found).items() if "norm" not in name)
-        joined = {stage: train(rank, stage, None) for stage in (1, 2, 3)}
+        stopped = {stage: train(rank, stage, None) for stage in (1, 2, 3)}
         for stage, offload in policies(files, 1):
-            assert same(train(rank, stage, offload), joined[stage]), f"stage {stage}, {offload}"
+            assert same(train(rank, stage, offload), stopped[stage]), f"stage {stage}, {offload}"
 
     run_world(4, run, timeout=240)
 

@@ -11,13 +11,12 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_zero import LoaderPolicy, NoBatch
-from tests.helpers.cases import WIDTH, Stack
+from lightning_zero import LoaderPolicy
+from tests.helpers.cases import WIDTH
 from tests.helpers.rows import Row, in_one_world
-from tests.helpers.runs import Net, batches, quiet, raised, values_of, zero
+from tests.helpers.runs import Net, batches, quiet, raised, zero
 from tests.helpers.training import make_trainer
 from tests.helpers.world import run_world
 
@@ -71,41 +70,6 @@ class Counting(Net):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def expected(epochs: int) -> dict[str, Tensor]:
-    """The mean over the initial world: a rank without a batch has a gradient of zero."""
-    torch.manual_seed(1)
-    model = Stack()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for epoch in range(epochs):
-        for step in range(max(COUNTS)):
-            total: list[Any] = [None] * len(list(model.parameters()))
-            for rank, count in enumerate(COUNTS):
-                if step < count:
-                    generator = torch.Generator().manual_seed(10_000 * epoch + 100 * step + rank)
-                    x, y = torch.randn(2, 3, WIDTH, generator=generator)
-                    found = torch.autograd.grad(F.mse_loss(model(x), y), list(model.parameters()))
-                    total = [g if t is None else t + g for t, g in zip(total, found, strict=True)]
-            for parameter, gradient in zip(model.parameters(), total, strict=True):
-                parameter.grad = gradient / 2
-            optimizer.step()
-    return {f"model.{name}": value.detach() for name, value in model.named_parameters()}
-
-
-def to_join_is_to_take_part_without_a_batch(stage: int, kind: str) -> Row:
-    def world(rank: int) -> tuple[dict[str, Tensor], int, list[str]]:
-        module = Counting()
-        trainer = make_trainer(zero(stage, loaders=LoaderPolicy(training="join")), max_epochs=2)
-        with quiet():
-            trainer.fit(module, loader(kind, COUNTS[rank]))
-        return values_of(module), trainer.global_step, module.seen
-
-    weights = expected(2)
-    for rank, (found, steps, seen) in enumerate((yield world)):
-        assert steps == 10
-        assert seen.count("NoBatch") == 2 * (5 - COUNTS[rank])
-        assert all(torch.equal(found[name], value) for name, value in weights.items())
-
-
 def all_may_stop_with_the_first(kind: str) -> Row:
     def world(rank: int) -> int:
         trainer = make_trainer(zero(3, loaders=LoaderPolicy(training="stop")), max_epochs=2)
@@ -132,13 +96,12 @@ def test_without_a_policy_it_is_an_error_with_names(stage: int, kind: str) -> No
             "DivergenceError: The train_dataloader has ended on rank 1 after 3 batches, and has"
         )
         assert "one more on rank 0" in errors[0]
-        assert "training='join'" in errors[0]
+        assert "training='stop'" in errors[0]
         assert seconds < 10
 
 
 class Evaluated(Net):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        assert not isinstance(batch, NoBatch)
         self.log("value", 1.0 + batch_idx + 10 * self.global_rank, sync_dist=True, batch_size=1)
         self.model(torch.ones(1, WIDTH))
 
@@ -239,17 +202,16 @@ def loaders_of_one_trainer_are_as_they_were_for_the_next() -> Row:
         with quiet():
             both = CombinedLoader({"a": batches(COUNTS[rank]), "b": batches(COUNTS[rank])}, "max_size_cycle")
         steps, errors = [], list[str]()
-        for policy in ("join", "stop"):
-            trainer = make_trainer(zero(3, loaders=LoaderPolicy(training=policy)))
-            with quiet():
-                trainer.fit(Counting(), both)
-            steps.append(trainer.global_step)
+        trainer = make_trainer(zero(3, loaders=LoaderPolicy(training="stop")))
+        with quiet():
+            trainer.fit(Counting(), both)
+        steps.append(trainer.global_step)
         with quiet(), raised(errors):
             make_trainer(zero(1)).fit(Counting(), both)
         return steps, errors
 
     for steps, errors in (yield world):
-        assert steps == [5, 3]
+        assert steps == [3]
         assert "has ended on rank 1 after 3 batches" in errors[0]
 
 
@@ -296,30 +258,11 @@ def a_loader_that_is_alike_everywhere_is_left_as_it_is() -> Row:
     assert (yield world) == [(True, True)] * 2
 
 
-def to_join_by_hand_is_refused_at_set_up() -> Row:
-    class ByHand(Counting):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-    def world(rank: int) -> list[str]:
-        errors: list[str] = []
-        with quiet(), raised(errors):
-            make_trainer(zero(1, loaders=LoaderPolicy(training="join"))).fit(ByHand(), batches(2))
-        return errors
-
-    assert all("manual optimization" in errors[0] for errors in (yield world))
-
-
 @pytest.mark.filterwarnings("ignore:.*Your `IterableDataset` has `__len__` defined", "ignore:Length of IterableDataset")
 def test_ranks_with_other_numbers_of_batches() -> None:
     in_one_world(
         2,
-        to_join_is_to_take_part_without_a_batch(1, "plain"),
-        to_join_is_to_take_part_without_a_batch(2, "map"),
-        to_join_is_to_take_part_without_a_batch(3, "stream"),
-        to_join_is_to_take_part_without_a_batch(3, "sized stream"),
-        *map(all_may_stop_with_the_first, ("map", "stream")),
+        *map(all_may_stop_with_the_first, ("plain", "map", "stream", "sized stream")),
         metrics_and_predictions_are_whole(1, "map"),
         metrics_and_predictions_are_whole(3, "stream"),
         *map(only_the_end_of_combined_loaders_counts, ("max_size", "max_size_cycle")),
@@ -329,5 +272,4 @@ def test_ranks_with_other_numbers_of_batches() -> None:
         a_run_that_ends_before_the_data_is_none_the_wiser(),
         one_rank_may_look_at_its_data(),
         a_loader_that_is_alike_everywhere_is_left_as_it_is(),
-        to_join_by_hand_is_refused_at_set_up(),
     )
