@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.fabric.wrappers import _FabricModule
@@ -67,23 +67,19 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def ema_update(
-    average: nn.Module, module: nn.Module, momentum: float, *, buffers: Literal["keep", "copy", "average"] = "keep"
-) -> None:
+def ema_update(average: nn.Module, module: nn.Module, momentum: float) -> None:
     """Move the weights of ``average``, a momentum teacher or another running average, towards those of ``module``.
 
     Each parameter becomes ``average.mul_(momentum).add_(module * (1 - momentum))``, bit for bit as with full parameters
     under DDP. ``m * average + (1 - m) * module`` (DINO, BYOL, MoCo) gives the same bits; ``lerp_`` and
     ``add_(..., alpha=...)`` round differently. In ``zero3`` and in mixed precision each rank averages its slices of
     the masters where they are kept, without communication. Units of ``module`` whose shards are laid out differently
-    from those of ``average`` are gathered, one after the other.
+    from those of ``average`` are gathered, one after the other. Buffers stay: every rank has them, to copy as you like.
 
     Args:
         average: frozen or not. A part of the LightningModule, or a module that is not sharded.
         module: has parameters of the same names and shapes.
         momentum: the weight of the average, between 0 and 1. Pass another number at each call for a schedule.
-        buffers: ``keep``: the buffers of ``average`` do not change. ``copy``: they are copied from ``module``.
-            ``average``: floating-point buffers are averaged like parameters, the others are copied.
 
     Raises:
         ValueError: if names or shapes differ, or for another momentum.
@@ -97,33 +93,19 @@ def ema_update(
             lightning_zero.ema_update(self.teacher, self.student, 0.996)
     """
     (average, first), (module, second) = _engine_of(average), _engine_of(module)
-    if not 0 <= momentum <= 1 or buffers not in ("keep", "copy", "average"):
-        raise ValueError(
-            "ema_update needs a momentum between 0 and 1, and buffers='keep', 'copy' or 'average'; got "
-            f"momentum={momentum!r}, buffers={buffers!r}."
-        )
-    pairs = _pairs(dict(average.named_parameters()), dict(module.named_parameters()), "parameter")
-    more = [] if buffers == "keep" else _pairs(dict(average.named_buffers()), dict(module.named_buffers()), "buffer")
-    average_into([engine for engine in dict.fromkeys((first, second)) if engine is not None], pairs, momentum)
-    with torch.no_grad():
-        for target, source in more:
-            if buffers == "average" and (target.is_floating_point() or target.is_complex()):
-                target.mul_(momentum).add_(source.to(target.device) * (1 - momentum))
-            else:
-                target.copy_(source)
-
-
-def _pairs(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor], kind: str) -> list[tuple[Any, Any]]:
-    """Those of one name; not what is one tensor in both."""
+    if not 0 <= momentum <= 1:
+        raise ValueError(f"ema_update needs a momentum between 0 and 1, got {momentum!r}.")
+    targets, sources = dict(average.named_parameters()), dict(module.named_parameters())
     for name in [*targets, *sources]:
         shapes = [tuple(found[name].shape) if name in found else "nothing" for found in (targets, sources)]
         if shapes[0] != shapes[1]:
             raise ValueError(
-                f"ema_update needs {kind}s of the same names and shapes, but '{name}' is {shapes[0]} in the average "
+                f"ema_update needs parameters of the same names and shapes, but '{name}' is {shapes[0]} in the average "
                 f"and {shapes[1]} in the module. Pass the parts that are alike: `ema_update(teacher.backbone, "
                 "student.backbone, momentum)`."
             )
-    return [(target, sources[name]) for name, target in targets.items() if target is not sources[name]]
+    pairs = [(target, sources[name]) for name, target in targets.items() if target is not sources[name]]
+    average_into([engine for engine in dict.fromkeys((first, second)) if engine is not None], pairs, momentum)
 
 
 def full_gradient(module: nn.Module, name: str) -> Tensor | None:

@@ -95,28 +95,23 @@ class Distils(Net):
         return torch.optim.AdamW([*self.student.parameters(), *self.head.parameters()], lr=0.02)
 
 
-def by_hand(net: Distils, buffers: str = "keep") -> None:
+def by_hand(net: Distils) -> None:
     """As DINO, BYOL and MoCo write it."""
     momentum = 0.9 + 0.02 * net.global_step
     with torch.no_grad():
         for source, target in zip(net.student.parameters(), net.teacher.parameters(), strict=True):
             target.data.mul_(momentum).add_((1 - momentum) * source.detach().data)
-        for source, target in zip(net.student.buffers(), net.teacher.buffers(), strict=True):
-            if buffers == "average" and source.is_floating_point():
-                target.data.mul_(momentum).add_((1 - momentum) * source)
-            elif buffers != "keep":
-                target.data.copy_(source)
 
 
-def by_us(net: Distils, buffers: Any = "keep") -> None:
-    ema_update(net.teacher, net.student, 0.9 + 0.02 * net.global_step, buffers=buffers)
+def by_us(net: Distils) -> None:
+    ema_update(net.teacher, net.student, 0.9 + 0.02 * net.global_step)
 
 
 ROWS: dict[str, dict[str, Any]] = {
     "alike": {},
-    "apart": {"apart": True, "buffers": "copy"},
+    "apart": {"apart": True},
     "apart, between a forward and its backward": {"apart": True, "hook": "on_before_zero_grad"},
-    "before a step": {"hook": "on_train_batch_start", "buffers": "average"},
+    "before a step": {"hook": "on_train_batch_start"},
     "bf16-true": {"apart": True, "precision": "bf16-true"},
     "64-true": {"precision": "64-true"},
     "bf16-mixed": {"apart": True, "precision": "bf16-mixed"},
@@ -126,8 +121,8 @@ ROWS: dict[str, dict[str, Any]] = {
 
 def run(strategy: Strategy, *, apart: bool = False, hook: str = "on_train_batch_end", **options: Any) -> dict[str, Any]:
     update = by_hand if isinstance(strategy, DDPStrategy) else by_us
-    buffers, trainable = options.pop("buffers", "keep"), options.pop("trainable", False)
-    net = Distils(partial(update, buffers=buffers), hook, apart, trainable)
+    trainable = options.pop("trainable", False)
+    net = Distils(update, hook, apart, trainable)
     with mock.patch.object(full, "whole", wraps=full.whole) as gathers:
         trainer = fit(strategy, net, 3, **options)
     sharded = isinstance(strategy, ZeroStrategy) and strategy.placement.shards_parameters
@@ -336,7 +331,7 @@ def test_what_cannot_be_averaged_is_an_error() -> None:
 def test_ema_update_of_modules_that_nothing_has_sharded() -> None:
     source, target = Encoder(), Encoder()
     expected = {k: 0.9 * v + (1 - 0.9) * source.state_dict()[k] for k, v in target.state_dict().items()}
-    ema_update(target, source, 0.9, buffers="average")
+    ema_update(target, source, 0.9)
     for name, value in target.named_parameters():
         assert torch.equal(value, expected[name])
     with pytest.raises(ValueError, match="momentum between 0 and 1"):
