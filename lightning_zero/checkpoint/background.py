@@ -57,12 +57,6 @@ class Saver:
         self._warnings: list[str] = []
         self._removals: list[str | os.PathLike[str]] = []
 
-    @property
-    def failed(self) -> bool:
-        """Whether a save in the background has failed on this rank, and nobody raised it yet. Not collective."""
-        done = None if self._underway is None else self._underway[1]
-        return done is not None and done.done() and done.exception() is not None
-
     def save(self, write: Write, checkpoint: Mapping[str, Any], *, what: str, asynchronous: bool) -> None:
         """Write a checkpoint, after the removals that were queued. Collective: every rank.
 

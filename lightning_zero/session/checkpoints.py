@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -24,9 +23,6 @@ from lightning_zero.registry import extension, installed
 
 __all__ = ["Checkpoints", "require_lightning"]
 
-# One for all that share a group of ranks: a save in flight has the group to itself.
-_SAVERS: WeakKeyDictionary[Groups, Saver] = WeakKeyDictionary()
-
 # How long a rank that is handling an exception waits for the others to save with it. They come at once if they failed
 # in the same way, and never if they are waiting for this rank inside a step.
 _ATTENDANCE_SECONDS = 15.0
@@ -39,9 +35,7 @@ class Checkpoints:
         self._policy = policy
         self._groups = groups
         self._control = groups.checkpoint
-        if groups not in _SAVERS:
-            _SAVERS[groups] = Saver(self._control)
-        self._saver = _SAVERS[groups]
+        self._saver = Saver(self._control)
         self._random: Any = extension("random_state").RandomState(groups) if installed("random_state") else None
         self._told: set[str] = set()  # what cannot be kept, and was named
         self._training = False
@@ -164,14 +158,6 @@ class Checkpoints:
             self._underway = None
         self._removing = True
         self._saver.remove(path)
-
-    def raise_failure(self, control: ControlGroup) -> None:
-        """Raise what went wrong in a background save that has ended meanwhile: ``CheckpointError`` on every rank.
-
-        Collective: every rank, through a control group that no background save uses.
-        """
-        if self._underway is not None and any(control.gather_objects(self._saver.failed)):
-            self._saver.wait()
 
     def wait(self) -> None:
         """Return when everything saved so far is durable; ``CheckpointError`` if a background save failed.

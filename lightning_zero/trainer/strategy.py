@@ -454,8 +454,3 @@ class ZeroStrategy(Processes, ParallelStrategy):
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Delete a checkpoint once its successor is durable: at the next save, or at the end of the run."""
         self.checkpoints.remove(filepath)
-
-    def on_validation_end(self) -> None:
-        """Say so if a background save has failed meanwhile. Collective: every rank."""
-        if self._session is not None:
-            self._session.checkpoints.raise_failure(self.engine.control)

@@ -144,7 +144,6 @@ def test_a_failure_in_the_background_is_raised_once_on_every_rank(tmp_path: Path
             start(saver, tmp_path / "c", 1)
             saver.remove(tmp_path / "nothing")
             saver.wait()
-            assert not saver.failed
             with Full(1):
                 start(saver, tmp_path / "c", 2)
                 with pytest.raises(CheckpointError) as caught:
