@@ -5,7 +5,6 @@ Everything else is ``ValueError`` (settings) or ``RuntimeError`` (order).
 
 from __future__ import annotations
 
-import re
 import sys
 import warnings
 from collections.abc import Collection, Iterable, Sequence
@@ -37,7 +36,6 @@ UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _CELL_LETTERS = 400  # a column is as wide as its longest cell
 _MAX_TEXT = 4000
 _PAGE = "https://github.com/lightning-zero/lightning-zero/blob/main/docs/troubleshooting.md"
-_SEE = re.compile(rf"\nSee {re.escape(_PAGE)}(#\w+)?")
 
 
 def some(names: Iterable[object], limit: int = 4) -> str:
@@ -98,7 +96,10 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 def point_to_page(error: BaseException, kind: type[ZeroError]) -> None:
     """Have an error's traceback end with the address of what troubleshooting says about a class of errors."""
     if sys.version_info >= (3, 11):
-        error.add_note(_see(kind))
+        documented = next(
+            base.__name__ for base in kind.__mro__ if base.__module__ == __name__
+        )  # a user may derive one
+        error.add_note(f"See {_PAGE}" + (f"#{documented.lower()}" if documented != "ZeroError" else ""))
 
 
 def add_note(error: BaseException, text: str) -> None:
@@ -114,27 +115,17 @@ def with_notes(error: BaseException) -> str:
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
-def _see(kind: type[ZeroError]) -> str:
-    documented = next(base.__name__ for base in kind.__mro__ if base.__module__ == __name__)  # a user may derive one
-    return f"See {_PAGE}" + (f"#{documented.lower()}" if documented != "ZeroError" else "")
-
-
 class ZeroError(RuntimeError):
     """Base class of this package's errors.
 
     A traceback ends with the address of the class's section in docs/troubleshooting.md. That line is a note, not part
     of the message, so that it appears once, however many messages quote this one on however many ranks. Python 3.10
-    has no notes: there the message ends with the address.
+    has no notes.
     """
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         point_to_page(self, type(self))
-
-    if sys.version_info < (3, 11):
-
-        def __str__(self) -> str:
-            return _SEE.sub("", super().__str__()) + f"\n{_see(type(self))}"
 
 
 class DivergenceError(ZeroError):
