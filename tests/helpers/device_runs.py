@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -292,81 +291,6 @@ def codes(device: str) -> dict[str, bool]:
     return found
 
 
-def kernels(device: str) -> dict[str, bool]:
-    """Whether Triton's kernels give the bits of torch's operators on the CPU; there with Triton's interpreter."""
-    from lightning_zero.extensions.compression import kernels as triton_codes
-
-    found, dtypes = {}, (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-    for kind, dtype, (rows, blocks) in product(("int8", "int4"), dtypes, ((1, 1), (3, 5), (2, 33), (1, 100))):
-        generator = torch.Generator().manual_seed(blocks)
-        plain = torch.randn(rows, blocks, 64, generator=generator, dtype=torch.float64)
-        plain *= torch.logspace(-44, 36, rows * blocks, dtype=torch.float64).view(rows, blocks, 1)  # subnormal, too
-        plain[torch.rand(plain.shape, generator=generator) < 0.1] = 0
-        plain[-1, 0] = torch.arange(-127, 128, 4) * 257 / 256  # which arrive between two numbers of bfloat16
-        if blocks > 4:
-            plain[-1, 3] = torch.arange(-31.5, 32)  # between two integers
-            plain[-1, 3, 0] = 127
-            plain[-1, 1], plain[0, 2, 7], plain[0, 3, 60], plain[-1, 4, 0] = -0.0, torch.inf, torch.nan, -torch.inf
-        values, fed = plain.to(dtype).view(rows, -1), torch.randn(plain.numel(), generator=generator)
-        fed *= 0.01 * values.float().nan_to_num(0, 0, 0).abs().view(-1)
-        for residual in (None, fed):
-            there: list[list[Tensor]] = []
-            for place, made_by in (
-                (CPU, (compress, decompress)),
-                (device, (triton_codes.compress, triton_codes.decompress)),
-            ):
-                sent, lost = values.to(place, copy=True), None if residual is None else residual.to(place, copy=True)
-                made = torch.empty(rows, format_nbytes(kind, 64 * blocks), dtype=torch.uint8, device=place)  # type: ignore[arg-type]
-                backs = [torch.empty_like(sent, dtype=other) for other in dtypes]
-                made_by[0](kind, sent, made, lost)  # type: ignore[arg-type]
-                for back in backs:
-                    made_by[1](kind, made, back)  # type: ignore[arg-type]
-                scales = made[:, -4 * blocks :].contiguous().view(torch.float32)
-                made[:, -4 * blocks :] = 0  # of NaN each device has other bits
-                numbers = [scales, *backs, *([] if lost is None else [lost])]
-                shown = [number.cpu().nan_to_num(7.0, 8.0, 9.0) for number in numbers]
-                there.append([made.cpu(), *shown, *(number.signbit() for number in shown)])
-            found[f"{kind}, {dtype}, {rows} x {blocks}, {residual is not None}"] = all(map(torch.equal, *there))
-    return found
-
-
-def compiled(device: str) -> dict[str, list[str]]:
-    """Names of the operations on floats that Triton's kernels are made of for compute capability 9.0, without one."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
-    from lightning_zero.extensions.compression import kernels as triton_codes
-
-    class NoDriver:
-        get_current_device = get_current_stream = staticmethod(lambda *_: 0)
-        get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-
-    class Kernel:
-        def __init__(self, name: str) -> None:
-            self.kernel = getattr(triton_codes, name)
-
-        def __getitem__(self, grid: Any) -> Any:
-            return lambda *told, **settings: made.append(self.kernel.warmup(*told, grid=grid, **settings))
-
-    made: list[Any] = []
-    driver.set_active(NoDriver())
-    for name in ("_compress", "_decompress"):
-        setattr(triton_codes, name, Kernel(name))
-    names = []
-    for dtype, kind in product((torch.float32, torch.float64, torch.bfloat16, torch.float16), ("int8", "int4")):
-        values = torch.zeros(3, 6400, dtype=dtype, device=device)
-        row = torch.zeros(3, format_nbytes(kind, 6400), dtype=torch.uint8)  # type: ignore[arg-type]
-        triton_codes.compress(kind, values, row, None)
-        triton_codes.compress(kind, values, row, torch.zeros(3 * 6400))
-        triton_codes.decompress(kind, row, values)
-        names += [f"{dtype}, {kind}, {what}" for what in ("plain", "fed", "back")]
-    operations = [
-        re.findall(r"\s((?!cvt|mov|ld|st|setp|selp|abs|neg)\w+\.[\w.]*f(?:16|32|64)(?:x2)?)\s", kernel.asm["ptx"])
-        for kernel in made
-    ]
-    return {name: sorted(set(found)) for name, found in zip(names, operations, strict=True)}
-
-
 def staged(carry: Callable[..., Any]) -> Callable[..., Any]:
     """A collective of gloo's for tensors of a device, through host memory: of the first argument, which it writes."""
 
@@ -479,8 +403,6 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
         peaks,
         two_ranks,
         codes,
-        kernels,
-        compiled,
         across_hosts,
         overlap,
         locked,

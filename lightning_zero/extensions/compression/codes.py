@@ -1,28 +1,30 @@
 """Rows of numbers as bytes and back: blocks of 64 with a scale each, see ``collectives``.
 
-``operators`` does it everywhere, with torch's operators; ``kernels`` on GPUs, with Triton's, to the same bits.
+A row of codes is the integers of all its blocks and then their scales, in float32. Torch's operators give the same bits
+on every device, and take some blocks at a time, so that what is in between takes little memory.
 """
 
 from __future__ import annotations
 
-import warnings
-from functools import cache
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from lightning_zero.extensions.compression import operators
-from lightning_zero.extensions.compression.operators import BLOCK, Format
+from lightning_zero.config import RoundedFormat as Format
 
 __all__ = ["BLOCK", "Format", "compress", "decompress", "format_nbytes"]
+
+BLOCK = 64
+_WIDTH = {"bfloat16": 128, "int8": 64, "int4": 32}  # bytes of a block, without its scale
+_LARGEST = {"int8": 127, "int4": 7}
+_CHUNK = {True: 2**15, False: 2**22}  # elements at a time, by whether that is on the CPU: there a cache holds them
+_SMALLEST = torch.finfo(torch.float32).tiny
 
 
 def format_nbytes(kind: Format, numel: int) -> int:
     """Bytes of so many elements, a multiple of 64, with their scales."""
-    if kind == "bfloat16":
-        return 2 * numel
-    return numel // (2 if kind == "int4" else 1) + numel // BLOCK * 4
+    return numel // BLOCK * (_WIDTH[kind] + 4 * (kind in _LARGEST))
 
 
 def compress(kind: Format, values: Tensor, codes: Tensor, residual: Tensor | None = None) -> None:
@@ -31,52 +33,70 @@ def compress(kind: Format, values: Tensor, codes: Tensor, residual: Tensor | Non
     ``residual``: 1-D, of as many elements, in float32, to be added before; holds what was lost after. See
     [Note: error feedback] in ``collectives``.
     """
-    if (kernels := _kernels_for(kind, values)) is not None:
-        kernels.compress(kind, values, codes, residual)
-    else:
-        operators.compress(kind, values, codes, residual)
+    if kind == "bfloat16" and residual is None:
+        codes.view(torch.bfloat16).copy_(values)
+        return
+    for blocks, integers, scales, *fed in _chunks(kind, values, codes, residual):
+        if fed:
+            busy, lost = blocks.any(-1, keepdim=True), fed[0]
+            exact = (lost * busy).add_(blocks)
+        else:
+            exact = blocks.float()
+        if kind == "bfloat16":
+            integers.view(torch.bfloat16).copy_(exact)
+        else:
+            _round(kind, exact, integers, scales)
+        if fed:
+            _restore(kind, integers, scales, arrives := torch.empty_like(blocks))
+            exact -= arrives
+            torch.where(busy & exact.isfinite(), exact, lost, out=lost)
 
 
 def decompress(kind: Format, codes: Tensor, values: Tensor) -> None:
     """Write what was compressed to a tensor of the same shape as it was of, of any dtype."""
-    if (kernels := _kernels_for(kind, values)) is not None:
-        kernels.decompress(kind, codes, values)
+    if kind == "bfloat16":
+        values.copy_(codes.view(torch.bfloat16))
+        return
+    for blocks, integers, scales in _chunks(kind, values, codes):
+        _restore(kind, integers, scales, blocks)
+
+
+def _round(kind: Format, exact: Tensor, integers: Tensor, scales: Tensor) -> None:
+    largest = exact.new_full((), _LARGEST[kind])  # by a number CUDA does not divide: it multiplies by 1 / 127
+    scale = torch.amax(exact.abs(), -1, keepdim=True).div_(largest).clamp_min_(_SMALLEST)
+    scales.copy_(scale)
+    whole = exact.div(scale).round_()
+    if kind == "int8":
+        integers.copy_(whole.to(torch.int8).view(torch.uint8))
+    else:  # halves of a block side by side, each integer above zero
+        low, high = whole.add_(8).to(torch.uint8).chunk(2, -1)
+        integers.copy_(high << 4 | low)
+
+
+def _restore(kind: Format, integers: Tensor, scales: Tensor, blocks: Tensor) -> None:
+    if kind == "bfloat16":
+        blocks.copy_(integers.view(torch.bfloat16))
+    elif kind == "int8":
+        blocks.copy_(integers.view(torch.int8) * scales)
     else:
-        operators.decompress(kind, codes, values)
+        halves = torch.cat([integers & 15, integers >> 4], -1).view(torch.int8)
+        blocks.copy_((halves - 8) * scales)
 
 
-def _kernels_for(kind: Format, values: Tensor) -> Any:
-    """Triton's for such tensors; ``None``: torch's operators do it, to a bfloat16 with one kernel of theirs."""
-    if kind == "bfloat16" or not values.is_cuda or not values.is_contiguous():
-        return None
-    return _kernels(kind, values.dtype, values.device)
+def _chunks(
+    kind: Format, values: Tensor, codes: Tensor, residual: Tensor | None = None
+) -> Iterator[tuple[Tensor, ...]]:
+    """Some blocks, their integers and scales, and what was lost of them if that is given, each with a row for a block.
 
-
-@cache
-def _kernels(kind: Format, dtype: torch.dtype, device: torch.device) -> Any:
-    """Those of ``kernels``, if they run here and give the operators' bits. The host waits once, to see that."""
-    try:
-        from lightning_zero.extensions.compression import kernels
-
-        same = _agree(kernels, kind, dtype, device)
-        trouble = "" if same else "they give other bits than torch's operators"
-    except ImportError:  # there is no Triton
-        return None
-    except Exception as error:  # whatever a compiler, a driver or a missing C compiler says
-        trouble = f"{type(error).__name__}: {error}"
-    if trouble:
-        warnings.warn(f"Triton's kernels are not used to round {dtype} to {kind}: {trouble}", stacklevel=2)
-        return None
-    return kernels
-
-
-def _agree(kernels: Any, kind: Format, dtype: torch.dtype, device: torch.device) -> bool:
-    values, found = torch.linspace(-3.1, 4, 5 * BLOCK, device=device).to(dtype), []
-    values[:BLOCK], values[BLOCK] = 0, torch.inf
-    for rounds, returns in ((operators.compress, operators.decompress), (kernels.compress, kernels.decompress)):
-        codes = torch.empty(format_nbytes(kind, values.numel()), dtype=torch.uint8, device=device)
-        back, residual = torch.empty_like(values), torch.linspace(-1e-3, 1e-3, values.numel(), device=device)
-        rounds(kind, values, codes, residual)
-        returns(kind, codes, back)
-        found.append([codes, residual, back.nan_to_num(7.0)])
-    return all(map(torch.equal, *found))
+    Of all rows, and on the CPU of one row after the other.
+    """
+    count, on_cpu = values.shape[-1] // BLOCK, values.device.type == "cpu"
+    if not count:
+        return
+    integers, scales = codes.tensor_split([count * _WIDTH[kind]], -1)
+    whole = [values, integers, scales.view(torch.float32), *([] if residual is None else [residual.view(values.shape)])]
+    pieces = [tensor.unflatten(-1, (count, tensor.shape[-1] // count)) for tensor in whole]
+    one_by_one = on_cpu and values.dim() > 1
+    size = _CHUNK[on_cpu] // (BLOCK if one_by_one else values.numel() // count)
+    for row in zip(*pieces, strict=True) if one_by_one else [pieces]:
+        yield from zip(*(piece.split(max(1, size), -2) for piece in row), strict=True)

@@ -25,7 +25,7 @@ from lightning_zero.comm import (
 )
 from lightning_zero.comm.groups import RANKS_PER_HOST
 from lightning_zero.config import Placement
-from lightning_zero.extensions.compression import operators
+from lightning_zero.extensions.compression import codes as codes_of
 from lightning_zero.extensions.compression.codes import compress, decompress, format_nbytes
 from lightning_zero.extensions.compression.collectives import CompressedCollectives
 from lightning_zero.extensions.hops import HierarchicalCollectives
@@ -182,19 +182,16 @@ def test_runs_resume_to_the_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_all_rows_at_once_are_as_one_after_the_other(
-    kind: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_of_any_size_give_the_same(kind: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     values, before = (torch.randn(3, 64 * 700) * torch.logspace(-4, 2, 3)[:, None]).to(dtype), torch.randn(3 * 64 * 700)
     values[1, 64:128], values[2, 130] = 0, float("nan")
     found = []
-    for at_once in (False, True):
-        if at_once:  # as on a device
-            monkeypatch.setattr(operators, "_at_once", lambda *tensors: [tensors])
+    for numel in (2**15, 64, 64 * 700):
+        monkeypatch.setitem(codes_of._CHUNK, True, numel)
         for residual in (None, before.clone()):
             codes = torch.full((3, format_nbytes(kind, 64 * 700)), 99, dtype=torch.uint8)
             compress(kind, values, codes, residual)
             decompress(kind, codes, arrived := torch.empty_like(values))
             found.append((codes, arrived.nan_to_num(7.0), before if residual is None else residual))
-    for one, all_at_once in ((found[0], found[2]), (found[1], found[3])):
-        assert all(map(torch.equal, one, all_at_once))
+    for one, other in zip(found[:2] * 2, found[2:], strict=True):
+        assert all(map(torch.equal, one, other))
