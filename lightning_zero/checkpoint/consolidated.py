@@ -1,9 +1,8 @@
 """One ordinary checkpoint file: saved by all ranks of a run, or made of a checkpoint of any kind by one process.
 
-The file is laid out first (see [Note: A torch file without its tensors]) and made under a temporary name; then its
-tensors are written to their places, a piece at a time; then it is completed and published. When a run saves, rank 0
-lays out and completes, and every rank writes the slices that it holds: a slice of a flattened parameter is one range of
-the file. So nobody needs memory for more than a piece of a tensor.
+The file is laid out first (see [Note: A torch file without its tensors]) and made under a temporary name: its tensors
+are written in their order, a piece at a time, so that nobody needs memory for more; then it is published. When a run
+saves, every rank writes what it holds as for a sharded directory, to a temporary one, of which rank 0 makes the file.
 
 The file is what ``Trainer.save_checkpoint`` writes on a single device: full shapes, names, and optimizer states by
 parameter index, and loads without this package.
@@ -12,13 +11,12 @@ parameter index, and loads without this package.
 from __future__ import annotations
 
 import os
-import struct
 import warnings
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -26,22 +24,22 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lightning_zero.checkpoint.format.dcp import part_boxes, runs
-from lightning_zero.checkpoint.format.record import FlatShard, Leaf, memory_identity, put_together
-from lightning_zero.checkpoint.format.stored import StoredTensor
-from lightning_zero.checkpoint.format.torch_file import Hole, Place, TorchFile
+from lightning_zero.checkpoint.format.record import Item, TensorItem, ValueItem, put_together
+from lightning_zero.checkpoint.format.stored import Source, StoredTensor
+from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile, load_torch
 from lightning_zero.checkpoint.format.typed_json import Decoder, is_plain
 from lightning_zero.checkpoint.load import Kind, find_checkpoint, open_checkpoint
 from lightning_zero.checkpoint.save import (
     SUMMARY_KEY,
     ChecksummedFile,
-    combine,
-    divide,
+    Part,
+    items_of,
+    new_file,
     stored_identity,
-    write_pieces,
+    write_together,
 )
-from lightning_zero.checkpoint.storage.files import local_path
-from lightning_zero.checkpoint.storage.publish import StagedFile
+from lightning_zero.checkpoint.storage.files import LocalFiles, local_path, open_range
+from lightning_zero.checkpoint.storage.publish import StagedFile, Staging
 from lightning_zero.comm import ControlGroup
 from lightning_zero.config import parse_size
 from lightning_zero.errors import CheckpointError
@@ -105,140 +103,35 @@ def save_consolidated_file(
     Collective: every rank.
     """
     what = f"save the checkpoint file '{os.fspath(path)}'"
-    leaves, rest, own, tied, _ = divide(checkpoint, control, what, _tied)
-    # The name of a tied tensor -> the name its elements are stored under.
-    shared: dict[str, str] = {key: keys[0] for groups in tied for keys in groups for key in keys[1:]}
-    made: list[tuple[TorchFile, StagedFile]] = []  # on rank 0
+    try:
+        target = local_path(path)
+    except ValueError as error:
+        raise CheckpointError(f"Could not {what}: {error}") from error
+    staging = Staging(target)
 
-    def outline(leaf: Leaf) -> tuple[tuple[Any, ...], Any]:
-        """Path and value of a leaf, or a hole for elements that are written apart from the rest."""
-        value = leaf.value
-        if isinstance(value, FlatShard) or (is_plain(value) and control.rank != 0):
-            value = Hole(shared.get(leaf.key, leaf.key), value.dtype, value.shape)
-        return leaf.path, {} if leaf.is_container else value
+    def publish(parts: Sequence[Part], names: Sequence[str], rest: dict[str, Any]) -> list[str]:
+        files = LocalFiles(staging.path)
+        source = Source(files)
 
-    def held() -> Iterator[_Held]:
-        for key, leaf in leaves.items():
-            value, stored = leaf.value, shared.get(key, key)
-            if isinstance(value, FlatShard):
-                if stored not in leaves or _identity(value) != _identity(leaves[stored].value):
-                    raise ValueError(f"'{key}' and '{stored}' are the same memory on other ranks, but not here")
-                if stored == key:
-                    yield from ((key, start * value.dtype.itemsize, part) for start, part in _runs(value))
-            elif key in own and is_plain(value) and control.rank != 0:
-                yield key, 0, value
-        for layout, _ in made:
-            yield from ((at.key, 0, at.tensor) for at in layout.places if at.tensor is not None)
+        def value_of(key: str, item: Item) -> Any:
+            if isinstance(item, TensorItem):
+                return StoredTensor(source, key, item)
+            if isinstance(item, ValueItem):
+                return Decoder().decode(item.value)
+            # What this run has just written may be an object of any class.
+            return load_torch(open_range(files, item.file, item.offset, item.nbytes), f"'{key}'", False)
 
-    def lay_out() -> Any:
-        if control.rank != 0:
-            return None
-        content = {**rest, **put_together([*map(outline, leaves.values()), *chain.from_iterable(others)])}
+        items, _ = items_of(parts, names)
+        values = put_together([(item.path, value_of(key, item)) for key, item in items.items()])
+        content = {**rest, **with_holes(values, None)}
         if plan_summary is not None:
             content[SUMMARY_KEY] = {**content.get(SUMMARY_KEY, {}), "plan": dict(plan_summary)}
-        layout = TorchFile(_with_indices(content))
-        made.append((layout, StagedFile(local_path(path), layout.nbytes)))
-        return str(made[0][1].path), {at.key: at.offset for at in layout.places}
+        with StagedFile(target) as file:
+            _write(file, TorchFile(_with_indices(content)))
+            file.publish()
+        return []
 
-    def publish() -> None:
-        for layout, staged in made:
-            written: list[list[list[int]]] = [[] for _ in layout.places]
-            for number, *part in chain.from_iterable(map(_ROW.iter_unpack, parts)):
-                written[number].append(part)
-            crcs = [_checked(at, sorted(found)) for at, found in zip(layout.places, written, strict=True)]
-            with open(staged.path, "r+b") as file:
-                for offset, content in layout.frame(crcs):
-                    file.seek(offset)
-                    file.write(content)
-            staged.publish()
-
-    def missing() -> list[Any]:
-        """What rank 0 does not have."""
-        return [outline(leaves[key]) for key in leaves if control.rank and key in own]
-
-    others = control.together(what, missing, to_first=True)
-    try:
-        file, offsets = control.together(what, lay_out)[0]
-        parts = control.together(what, lambda: fill(file, offsets, held()), to_first=True)
-        control.together(what, publish)
-    finally:
-        for _, staged in made:
-            staged.discard()
-
-
-# The key of a place in the file, the first of its bytes that is written, and a tensor.
-_Held = tuple[Hashable, int, Tensor]
-
-
-_ROW = struct.Struct("=4q")
-"""Bytes that were written: the number of their place in the file, where in it they begin, how many, and the CRC-32."""
-
-
-def fill(path: str, offsets: Mapping[Hashable, int], held: Iterable[_Held]) -> bytes:
-    """Write elements to their places in a file; ``CheckpointError`` if they do not match their checksum.
-
-    ``offsets`` are those of all places, in order. Returns a ``_ROW`` for each that got any.
-    """
-    numbers = {key: number for number, key in enumerate(offsets)}
-    wanted, rows = torch.serialization.get_crc32_options(), bytearray()
-    try:
-        # Not to be read: a client of a network file system that may read could write back whole pages, with its
-        # neighbours' bytes as they were.
-        descriptor = os.open(path, os.O_WRONLY)
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"'{Path(path).parent.parent}' is not the folder that rank 0 sees: use a shared file system"
-        ) from None
-    with os.fdopen(descriptor, "wb") as file:
-        for key, start, tensor in held:
-            begin = file.seek(offsets[key] + start)
-            crc32, _ = write_pieces(tensor, tensor.dtype, file.write, wanted)
-            if nbytes := file.tell() - begin:
-                rows += _ROW.pack(numbers[key], start, nbytes, crc32)
-        file.flush()
-        os.fsync(file.fileno())
-    return bytes(rows)
-
-
-def _checked(place: Place, parts: Iterable[Sequence[int]]) -> int:
-    """The checksum of parts, which must be the whole, without holes or overlaps."""
-    end = whole = 0
-    for start, nbytes, crc32 in parts:
-        if start != end:
-            who = "held by no rank" if start > end else "held by several ranks"
-            raise ValueError(f"of '{place.key}', bytes {min(start, end)} to {max(start, end)} are {who}")
-        whole = combine(whole, crc32, nbytes) if end else crc32
-        end += nbytes
-    if end != place.nbytes:
-        raise ValueError(f"of '{place.key}', {end} of {place.nbytes} bytes are held by the ranks")
-    return whole
-
-
-def _tied(leaves: Mapping[str, Leaf]) -> list[list[str]]:
-    """Groups of names whose shards are the same memory. A rank that holds nothing of them cannot see it."""
-    groups: dict[Any, list[str]] = {}
-    for key, leaf in leaves.items():
-        if isinstance(leaf.value, FlatShard) and leaf.value.local.numel():
-            groups.setdefault(_identity(leaf.value), []).append(key)
-    return [keys for keys in groups.values() if len(keys) > 1]
-
-
-def _runs(shard: FlatShard) -> Iterator[tuple[int, Tensor]]:
-    """A shard in parts that follow one another in the whole tensor, each with its place there."""
-    if shard.cut is None:
-        yield shard.start, shard.local
-        return
-    end = 0
-    for box in part_boxes(shard.shape, shard.cut, shard.start, shard.start + shard.local.numel()):
-        for start, numel in runs(shard.shape, box):
-            yield start, shard.local[end : end + numel]
-            end += numel
-
-
-def _identity(shard: FlatShard) -> Any:
-    if not shard.local.numel():
-        return shard.dtype, shard.shape
-    return memory_identity(shard.local), shard.shape, shard.start, shard.cut
+    write_together(checkpoint, staging, control, what, publish)
 
 
 def _with_indices(content: dict[str, Any]) -> dict[str, Any]:
@@ -423,29 +316,30 @@ def _floating(given: str | torch.dtype | None) -> torch.dtype | None:
 
 def write_export(export: Export, files: Mapping[Path, Any], weights: Mapping[str, Any]) -> None:
     """Write the files of an export by their layouts. A warning names those of the ``weights`` that became infinite."""
-    staged: list[StagedFile] = []
     overflowed: set[Hashable] = set()
     nbytes = sum(layout.nbytes for layout in files.values())
-    try:
-        hidden = None if export.progress else True  # None: where there is no terminal
-        with tqdm(total=nbytes, desc=export.target.name, unit="B", unit_scale=True, disable=hidden) as bar:
-            for path, layout in files.items():
-                staged.append(StagedFile(path, layout.nbytes))
-                with open(staged[-1].path, "r+b") as opened:
-                    file = ChecksummedFile(opened, torch.serialization.get_crc32_options(), bar.update)
-                    file.write_archive(layout)
-                overflowed |= file.overflowed
-        for one in staged:
-            one.publish()
-    finally:
-        for one in staged:
-            one.discard()
+    hidden = None if export.progress else True  # None: where there is no terminal
+    bar = tqdm(total=nbytes, desc=export.target.name, unit="B", unit_scale=True, disable=hidden)
+    with bar, ExitStack() as stack:
+        staged = {path: stack.enter_context(StagedFile(path)) for path in files}
+        for path, file in staged.items():
+            overflowed |= _write(file, files[path], bar.update)
+        for file in staged.values():
+            file.publish()
     if names := [name for name, hole in weights.items() if isinstance(hole, Hole) and hole.key in overflowed]:
         warnings.warn(
             f"{len(names)} weights have values that are too large for the dtype and became infinite, for example "
             f"'{names[0]}'. `bfloat16` has the range of `float32`.",
             stacklevel=4,
         )
+
+
+def _write(file: StagedFile, layout: Any, advance: Callable[[int], Any] = lambda nbytes: None) -> set[Hashable]:
+    """Write what a layout says, durably. Returns the keys of places where a cast made elements infinite."""
+    with new_file(file.path) as opened:
+        written = ChecksummedFile(opened, torch.serialization.get_crc32_options(), advance)
+        written.write_archive(layout)
+    return written.overflowed
 
 
 def _write_torch(export: Export) -> Path:

@@ -71,14 +71,14 @@ __all__ = [
     "LARGE_NBYTES",
     "SUMMARY_KEY",
     "ChecksummedFile",
-    "Divided",
+    "Part",
     "combine",
-    "divide",
+    "items_of",
     "new_file",
     "no_garbage_collection",
     "save_checkpoint_directory",
     "stored_identity",
-    "write_pieces",
+    "write_together",
 ]
 
 SUMMARY_KEY = "lightning_zero"
@@ -115,28 +115,41 @@ def save_checkpoint_directory(
     Collective: every rank.
     """
     staging = RemoteStaging(os.fspath(path)) if is_remote(path) else Staging(local_path(path))
-    what = f"save the checkpoint '{os.fspath(path)}'"
 
-    def publish() -> list[str]:
-        if control.rank != 0:
-            return []
+    def publish(parts: Sequence[Part], names: Sequence[str], rest: dict[str, Any]) -> list[str]:
         lost = [_named(path, kind) for path, kind in changed(checkpoint)]
-        lost += _write_record(staging, parts, list(divided.leaves), divided.rest, plan_summary)
+        lost += _write_record(staging, parts, names, rest, plan_summary)
         staging.publish()
         return lost
 
+    return write_together(checkpoint, staging, control, f"save the checkpoint '{os.fspath(path)}'", publish)
+
+
+Publish = Callable[["Sequence[Part]", Sequence[str], dict[str, Any]], list[str]]
+
+
+def write_together(
+    checkpoint: Mapping[str, Any], staging: Staging, control: ControlGroup, what: str, publish: Publish
+) -> list[str]:
+    """Write every rank's file of a checkpoint, then ``publish`` what was written.
+
+    ``publish`` is called on rank 0, with what the ranks wrote, its own names, and the entries that are not sharded.
+    Every rank gets its result. Errors are those of ``save_checkpoint_directory``. Collective: every rank.
+    """
     with no_garbage_collection():
         try:  # in steps, each of which succeeds on all ranks or raises on all
-            divided = divide(checkpoint, control, what, lambda _: staging.begin() if control.rank == 0 else "")
-            control.together(what, lambda: staging.enter(divided.seen[0]))
+            divided = _divide(checkpoint, control, what, staging)
+            control.together(what, lambda: staging.enter(divided.token))
             parts = control.together(what, lambda: _write_part(staging, control.rank, divided), to_first=True)
-            return control.together(what, publish)[0]
+            names = list(divided.leaves)
+            found = control.together(what, lambda: publish(parts, names, divided.rest) if control.rank == 0 else [])
+            return found[0]
         finally:
             staging.discard()
 
 
-class Divided(NamedTuple):
-    """A checkpoint taken apart: what is written value by value, the other entries, and what ``look`` gave on each rank.
+class _Divided(NamedTuple):
+    """A checkpoint taken apart: what is written value by value, the other entries, and what ``Staging.enter`` needs.
 
     This rank owns the names that it is the lowest to have. Of what several ranks have alike, its owner's is written.
     Where all ranks have the same names, in the same order, they are ``alike``.
@@ -145,29 +158,27 @@ class Divided(NamedTuple):
     leaves: dict[str, Leaf]
     rest: dict[str, Any]
     own: set[str]
-    seen: list[Any]
-    alike: bool = True
+    token: tuple[str, str]
+    alike: bool
 
 
-def divide(
-    checkpoint: Mapping[str, Any], control: ControlGroup, what: str, look: Callable[[dict[str, Leaf]], Any]
-) -> Divided:
-    """Take a checkpoint apart, and decide whose values count. Collective: every rank.
+def _divide(checkpoint: Mapping[str, Any], control: ControlGroup, what: str, staging: Staging) -> _Divided:
+    """Take a checkpoint apart, decide whose values count, and begin. Collective: every rank.
 
     Rank 0 has every name, unless an optimizer has no state for a parameter of which rank 0 owns nothing.
 
     Raises:
-        CheckpointError: on every rank, if a value cannot be saved, ``look`` raises, or the ranks differ about a value.
+        CheckpointError: on every rank, if a value cannot be saved, it cannot begin, or the ranks differ about a value.
     """
     leaves: dict[str, Leaf] = {}
     rest: dict[str, Any] = {}
 
-    def take_apart() -> tuple[str, Any]:
+    def take_apart() -> tuple[str, tuple[str, str]]:
         found, others = split(checkpoint)
         leaves.update(_once(found, control))
         rest.update(others)
         text = repr(list(describe(leaves).items()))
-        return hashlib.sha256(text.encode()).hexdigest(), look(leaves)
+        return hashlib.sha256(text.encode()).hexdigest(), staging.begin() if control.rank == 0 else ("", "")
 
     told = control.together(what, take_apart)
     known = set(leaves) if control.rank > 0 else set()
@@ -183,7 +194,7 @@ def divide(
                 raise CheckpointError(f"Could not {what}: the ranks hold different checkpoints: {differs}.")
             if rank < control.rank:
                 known.add(key)
-    return Divided(leaves, rest, set(leaves) - known, [seen for _, seen in told], alike)
+    return _Divided(leaves, rest, set(leaves) - known, told[0][1], alike)
 
 
 def _once(leaves: Mapping[str, Leaf], control: ControlGroup) -> Iterator[tuple[str, Leaf]]:
@@ -219,7 +230,7 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """What one rank wrote, in few objects: reading those of thousands of ranks must not take rank 0 long.
 
     ``rows`` has a ``_ROW`` for every box of a tensor. Numbers of names count in ``names``, or in those of rank 0 where
@@ -239,13 +250,13 @@ it is), where in the file its archive begins, bytes of that, where in the file t
 or -1."""
 
 
-def _write_part(staging: Staging, rank: int, divided: Divided) -> _Part:
+def _write_part(staging: Staging, rank: int, divided: _Divided) -> Part:
     """Write one rank's data file as DCP does: an archive per box or value. Durable; no file if there is nothing.
 
     Every rank that holds some of a shard writes it; everything else, and what has no elements, its owner. Of a tensor
     on another device or in a file, a piece at a time is copied to the host. Of tied parameters there is one copy.
     """
-    part = _Part({}, None if divided.alike else list(divided.leaves), b"", {}, [])
+    part = Part({}, None if divided.alike else list(divided.leaves), b"", {}, [])
     path, rows = staging.path / f"__{rank}_0{staging.suffix}.distcp", bytearray()
     with new_file(path) as opened:
         file = ChecksummedFile(opened, torch.serialization.get_crc32_options())
@@ -317,7 +328,7 @@ def _named(path: Sequence[Any], kind: str) -> str:
 
 def _write_record(
     staging: Staging,
-    parts: Sequence[_Part],
+    parts: Sequence[Part],
     names: Sequence[str],
     rest: dict[str, Any],
     plan_summary: Mapping[str, Any],
@@ -330,7 +341,7 @@ def _write_record(
         What does not come back when this is loaded in a program like this one, each with its class.
     """
     directory, (meta_file, tensors_file) = staging.path, map(staging.named, (META_FILE, META_TENSORS_FILE))
-    items, archives = _items(parts, names)
+    items, archives = items_of(parts, names)
     with new_file(directory / meta_file) as opened:
         file = ChecksummedFile(opened)
         file.write_archive(TorchFile(rest))
@@ -379,7 +390,7 @@ def _write_record(
     return lost
 
 
-def _items(parts: Sequence[_Part], names: Sequence[str]) -> tuple[dict[str, Item], dict[str, StoredBytes]]:
+def items_of(parts: Sequence[Part], names: Sequence[str]) -> tuple[dict[str, Item], dict[str, StoredBytes]]:
     """What the record says of every value, and where archives lie of what is no tensor, but for empty containers.
 
     ``names`` are those of rank 0, which ``parts`` count in.
@@ -456,7 +467,7 @@ class ChecksummedFile:
         """
         dtype, begin = tensor.dtype if place is None else place.dtype, self.nbytes
         small = not self._wanted or tensor.numel() * dtype.itemsize < LARGE_NBYTES
-        crc32, overflowed = write_pieces(tensor, dtype, self.write if small else self._append, self._wanted)
+        crc32, overflowed = _write_pieces(tensor, dtype, self.write if small else self._append, self._wanted)
         if not small:
             self._crc32 = combine(self._crc32, crc32, self.nbytes - begin)
         if overflowed and place is not None:
@@ -524,7 +535,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 # --------------------------------------------------------------------------------------------------------------- pieces
 
 
-def write_pieces(
+def _write_pieces(
     tensor: Tensor, dtype: torch.dtype, write: Callable[[memoryview], Any], wanted: bool
 ) -> tuple[int, bool]:
     """Write elements in a dtype, a piece at a time; ``CheckpointError`` if they do not match their checksum.

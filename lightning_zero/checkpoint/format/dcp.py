@@ -31,7 +31,6 @@ import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import product
 from operator import mul
 from typing import Any
 
@@ -56,7 +55,6 @@ __all__ = [
     "overlap",
     "parse_metadata",
     "part_boxes",
-    "runs",
     "tile",
     "write_metadata",
 ]
@@ -91,17 +89,6 @@ def part_boxes(shape: Sequence[int], split: Split | None, start: int, end: int) 
     number = start // numel
     found = boxes((*shape[:dim], size, *shape[dim + 1 :]), start - number * numel, end - number * numel)
     return [Box((*at[:dim], at[dim] + number * size, *at[dim + 1 :]), sizes) for at, sizes in found]
-
-
-def runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
-    """Where elements of a box follow one another in the flattened tensor: first ones, and how many, in its order."""
-    dim = len(shape)
-    while dim and box.sizes[dim - 1] == shape[dim - 1]:
-        dim -= 1
-    outer = max(dim - 1, 0)
-    ranges = [range(at, at + size) for at, size in zip(box.offsets[:outer], box.sizes[:outer], strict=True)]
-    for places in product(*ranges):
-        yield linear(shape, (*places, *box.offsets[outer:])), math.prod(box.sizes[outer:])
 
 
 @lru_cache(maxsize=1024)

@@ -197,28 +197,28 @@ class Staging:
 
 
 class StagedFile(Staging):
-    """A file of ``nbytes`` being written, on the one process that makes and publishes it. See [Note: Publishing].
+    """A file that one process writes to ``path``, durably, and publishes; a context. See [Note: Publishing].
 
     It lies in a temporary folder beside its final name, because that is what later saves know how to sweep when the
-    process is killed. It is at ``path`` until it is published. Errors are those of ``Staging.begin``.
+    process is killed. Errors are those of ``Staging.begin``.
     """
 
-    def __init__(self, final: Path, nbytes: int) -> None:
-        super().__init__(final)
+    def __enter__(self) -> StagedFile:
+        final = self.final
         try:
             self.begin()
-            self.final, self.path = final, self._folder / "file"
-            with open(self.path, "xb") as file:
-                os.truncate(file.fileno(), nbytes)
         except BaseException:
             self.discard()
             raise
+        self.final, self.path = final, self._folder / "file"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
 
     def publish(self) -> None:
         """Give the file its final name, durably, then delete what had it. Errors: see ``Staging.publish``."""
-        _fsync(self.path)
         _rename(self.path, self.final)
-        self.discard()
 
 
 class RemoteStaging(Staging):

@@ -16,6 +16,7 @@ from lightning_zero.checkpoint.format.record import Opened
 from lightning_zero.checkpoint.format.stored import Source, StoredTensor
 from lightning_zero.checkpoint.format.torch_file import Hole, Place
 from lightning_zero.checkpoint.format.typed_json import dtype_name, is_plain, strict_json
+from lightning_zero.checkpoint.save import new_file
 from lightning_zero.checkpoint.storage.files import Files, read_index
 from lightning_zero.checkpoint.storage.publish import StagedFile, is_checkpoint_directory
 from lightning_zero.errors import CheckpointError
@@ -79,12 +80,10 @@ def export(settings: Export) -> list[Path]:
     total = sum(hole.nbytes for hole in holes.values())
     places = {name: path.name for path, shard in zip(files, shards, strict=True) for name in shard}
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode() + b"\n"
-    index = StagedFile(target / INDEX_FILE, len(text))
-    try:
-        index.path.write_bytes(text)
+    with StagedFile(target / INDEX_FILE) as index:
+        with new_file(index.path) as file:
+            file.write(text)
         index.publish()
-    finally:
-        index.discard()
     return [*files, target / INDEX_FILE]
 
 

@@ -170,7 +170,9 @@ def test_a_copy_that_somebody_keeps_beside_it_stays(tmp_path: Path) -> None:
     save(tmp_path / "c", 1)
     load_and_verify(tmp_path / "c", 1)
     assert (tmp_path / "c.old").read_text() == "c.old"
-    StagedFile(tmp_path / "c", 3).publish()
+    with StagedFile(tmp_path / "c") as file:
+        file.path.touch()
+        file.publish()
     assert {path.name for path in tmp_path.iterdir()} == {"c", "c.old"}
 
 
@@ -193,7 +195,9 @@ def test_an_error_or_an_interrupt_at_a_name_leaves_what_was_there(
 
 def test_a_file_replaces_what_version_0_2_linked_to(tmp_path: Path) -> None:
     a_checkpoint_of_a_file_system_without_exchange(tmp_path / "c")
-    StagedFile(tmp_path / "c", 3).publish()
+    with StagedFile(tmp_path / "c") as file:
+        file.path.touch()
+        file.publish()
     assert os.listdir(tmp_path) == ["c"]
 
 

@@ -231,17 +231,14 @@ def test_a_dtype_that_safetensors_do_not_have_is_named() -> None:
 
 def test_what_a_killed_process_left_is_swept_by_the_next(tmp_path: Path) -> None:
     if os.fork() == 0:
-        StagedFile(tmp_path / "c", 10)
+        StagedFile(tmp_path / "c").__enter__()
         os._exit(0)
     os.wait()
     assert len(list(tmp_path.iterdir())) == 1
-    held = StagedFile(tmp_path / "other", 10)  # sweeps, but for its own
-
-    staged = StagedFile(tmp_path / "c", 3)
-    staged.path.write_text("new")
-    staged.publish()
-    assert held.path.exists()
-    held.discard()
+    with StagedFile(tmp_path / "other") as held, StagedFile(tmp_path / "c") as staged:  # sweeps, but for its own
+        staged.path.write_text("new")
+        staged.publish()
+        assert held.path.parent.exists()
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
     assert (tmp_path / "c").read_text() == "new"
 
@@ -251,14 +248,16 @@ def test_a_file_and_a_directory_replace_each_other(tmp_path: Path, kind: str) ->
     """In two steps: what was there has another name meanwhile, which nobody had."""
 
     def give(folder: bool, text: str) -> None:
-        staged = Staging(tmp_path / "c") if folder else StagedFile(tmp_path / "c", 3)
-        if folder:
-            staged.begin()
-        (staged.path / "zero.json" if folder else staged.path).write_text(text)
-        try:
-            staged.publish()
-        finally:
-            staged.discard()
+        if not folder:
+            with StagedFile(tmp_path / "c") as file:
+                file.path.write_text(text)
+                file.publish()
+            return
+        staged = Staging(tmp_path / "c")
+        staged.begin()
+        (staged.path / "zero.json").write_text(text)
+        staged.publish()
+        staged.discard()
 
     give(kind == "directory", "old")
     (tmp_path / "c.old").mkdir()
