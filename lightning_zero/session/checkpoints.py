@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -23,6 +24,9 @@ from lightning_zero.registry import extension, installed
 
 __all__ = ["Checkpoints", "require_lightning"]
 
+# One for all that share a group of ranks: a save in flight has the group to itself.
+_SAVERS: WeakKeyDictionary[Groups, Saver] = WeakKeyDictionary()
+
 # How long a rank that is handling an exception waits for the others to save with it. They come at once if they failed
 # in the same way, and never if they are waiting for this rank inside a step.
 _ATTENDANCE_SECONDS = 15.0
@@ -35,7 +39,9 @@ class Checkpoints:
         self._policy = policy
         self._groups = groups
         self._control = groups.checkpoint
-        self._saver = Saver(self._control)
+        if groups not in _SAVERS:
+            _SAVERS[groups] = Saver(self._control)
+        self._saver = _SAVERS[groups]
         self._random: Any = extension("random_state").RandomState(groups) if installed("random_state") else None
         self._told: set[str] = set()  # what cannot be kept, and was named
         self._training = False

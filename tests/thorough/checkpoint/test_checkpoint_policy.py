@@ -244,6 +244,7 @@ def test_a_trainer_inside_of_another_waits_for_the_save_in_flight(tmp_path: Path
                 trainer_.save_checkpoint(tmp_path / "second.ckpt")
                 inner = trainer(policy=CheckpointPolicy())
                 inner.validate(Net(), batches(1), ckpt_path=tmp_path / "first.ckpt", verbose=False)
+                assert (tmp_path / "second.ckpt").is_dir()
 
     @quiet()
     def run(rank: int) -> int:
