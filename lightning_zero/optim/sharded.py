@@ -26,7 +26,7 @@ from lightning_zero.optim.groups import ParamGroups, restore_options
 from lightning_zero.optim.hooks import StepHooks, is_hooked
 from lightning_zero.optim.rules import check_offloadable, optimizer_rule, torch_class, try_in_parts
 from lightning_zero.optim.state import SCALARS, StateHomes, copied, covers, grain, shape_of
-from lightning_zero.optim.stepper import Stepper, Steps, members_of
+from lightning_zero.optim.stepper import Stepper, Steps
 from lightning_zero.optim.visible import OptimizerView
 from lightning_zero.optim.whole import WholeParameters, WholeState
 from lightning_zero.registry import extension
@@ -231,15 +231,15 @@ class ShardedOptimizer:
                 [*first, *(entry.target for entry in group)] for first, group in zip(own, members, strict=True)
             ]
         view.members = members
-        shards = members_of(members)
+        trained = {e: index for index, group in enumerate(members) for e in group if e.parameter is not None}
         if self._stepper is None:
             self._take_over()
         else:
             self._stepper.take_over(fresh, self._take_over)
-            self._stepper.members = shards
+            self._stepper.members = trained
         self.units = {}
-        for member in sorted(shards, key=attrgetter("entry.unit")):
-            self.units.setdefault(member.entry.unit, []).append(member.entry.user)
+        for entry in sorted(trained, key=attrgetter("unit")):
+            self.units.setdefault(entry.unit, []).append(entry.user)
 
     def _check_offloadable(self, entries: Sequence[Slice]) -> None:
         if getattr(torch_class(type(self.optimizer)), "__name__", "") == "AdamW8bit":

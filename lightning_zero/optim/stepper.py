@@ -22,7 +22,7 @@ publishes what it has for that one and all after it. Only then the ranks tell ea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from lightning_zero._torch import bare_step, untracked
 from lightning_zero.optim.state import Kind, StateHomes, copied, covers, extent
 from lightning_zero.shards.slice import Slice, shard_parameter
 
-__all__ = ["RANGE_NUMEL", "Member", "Memory", "Range", "RangeStep", "Stepper", "Steps", "members_of"]
+__all__ = ["RANGE_NUMEL", "Memory", "Range", "RangeStep", "Stepper", "Steps", "ranges_of"]
 
 RANGE_NUMEL = 2**18
 """Elements. With masters, gradients, two tensors of state and a temporary in float32 they are 5 MiB."""
@@ -43,52 +43,20 @@ RANGE_NUMEL = 2**18
 _AT_ONCE = 16  # ranges in one step of optimizers that update one parameter after the other
 
 
-@dataclass(frozen=True, eq=False)
-class Member:
-    """A shard parameter of an optimizer, and the index of its param group."""
-
-    entry: Slice
-    group: int
-    parameter: nn.Parameter
-
-    @property
-    def numel(self) -> int:
-        """Its elements on this rank."""
-        return self.parameter.numel()
-
-    @property
-    def start(self) -> int:
-        """Its first element in the shard."""
-        return self.entry.place.shard_start
-
-    @property
-    def end(self) -> int:
-        """Where it ends in the shard."""
-        return self.start + self.numel
-
-    def ranges(self, most: int, start: int = 0, end: int | None = None) -> Iterator[Range]:
-        """Elements ``start`` to ``end`` of this rank's slice, ``most`` at a time; one range if there are none."""
-        end = self.numel if end is None else end
-        for begin in range(start, max(end, start + 1), most):
-            yield Range(self, begin, min(most, end - begin))
-
-
 class Range(NamedTuple):
     """``numel`` elements of this rank's slice of a parameter, from element ``start`` of the slice on."""
 
-    member: Member
+    entry: Slice
+    group: int  # index of the parameter's param group
     start: int
     numel: int
 
 
-def members_of(groups: Sequence[Sequence[Slice]]) -> list[Member]:
-    """The trainable parameters of each param group."""
-    return [
-        Member(entry, index, entry.parameter)
-        for index, group in enumerate(groups)
-        for entry in group
-        if entry.parameter is not None
-    ]
+def ranges_of(entry: Slice, group: int, most: int, start: int = 0, end: int | None = None) -> Iterator[Range]:
+    """Elements ``start`` to ``end`` of this rank's slice, ``most`` at a time; one range if there are none."""
+    end = entry.place.numel if end is None else end
+    for begin in range(start, max(end, start + 1), most):
+        yield Range(entry, group, begin, min(most, end - begin))
 
 
 class Memory:
@@ -96,31 +64,31 @@ class Memory:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._made: dict[tuple[nn.Parameter, Kind], Tensor] = {}  # in this step
+        self._made: dict[tuple[Slice, Kind], Tensor] = {}  # in this step
 
     def master(self, part: Range) -> Tensor:
         """1-D: the range's elements. Written."""
         if not part.numel:  # whatever tier the parameter is on
-            return torch.empty(0, dtype=part.member.parameter.dtype)
-        return part.member.parameter.detach().narrow(0, part.start, part.numel)
+            return torch.empty(0, dtype=part.entry.target.dtype)
+        return part.entry.target.detach().narrow(0, part.start, part.numel)
 
     def state(self, part: Range, kind: Kind) -> Tensor | None:
         """1-D: the range's elements of one tensor of state, written; ``None`` if there is no memory for them."""
-        found = self._made.get((part.member.parameter, kind))
+        found = self._made.get((part.entry, kind))
         if found is None:
-            value = self._optimizer.state.get(part.member.parameter, {}).get(kind.key)
-            found = value if covers(kind.key, value, part.member.numel) and value.dtype == kind.dtype else None
+            value = self._optimizer.state.get(part.entry.target, {}).get(kind.key)
+            found = value if covers(kind.key, value, part.entry.place.numel) and value.dtype == kind.dtype else None
         return None if found is None else found.narrow(0, extent(kind.key, part.start), extent(kind.key, part.numel))
 
     def keep(self, part: Range, kind: Kind, values: Tensor) -> None:
         """Allocate a tensor of state for the whole parameter, and write the range's elements."""
-        made = torch.empty(extent(kind.key, part.member.numel), dtype=kind.dtype, device=values.device)
-        self._made[part.member.parameter, kind] = made
+        made = torch.empty(extent(kind.key, part.entry.place.numel), dtype=kind.dtype, device=values.device)
+        self._made[part.entry, kind] = made
         made.narrow(0, extent(kind.key, part.start), values.numel()).copy_(values)
 
-    def whole(self, member: Member, kind: Kind, former: Any) -> Tensor:
+    def whole(self, entry: Slice, kind: Kind, former: Any) -> Tensor:
         """A whole parameter's state after the step; it was ``former`` before, or ``None``."""
-        made: Tensor = self._made.get((member.parameter, kind), former)
+        made: Tensor = self._made.get((entry, kind), former)
         return made
 
 
@@ -130,7 +98,7 @@ class RangeStep:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._changed: dict[nn.Parameter, tuple[Member, dict[str, Any]]] = {}
+        self._changed: dict[Slice, dict[str, Any]] = {}
 
     def begin(self) -> None:
         """Forget a step that was not finished."""
@@ -143,7 +111,7 @@ class RangeStep:
         try:
             for part in ranges:
                 taken.append((part, *self._take(part, memory)))
-                stand_ins[part.member.group].append(taken[-1][1])
+                stand_ins[part.group].append(taken[-1][1])
             if taken:
                 self.bare(stand_ins)
             for one in taken:
@@ -154,10 +122,10 @@ class RangeStep:
 
     def commit(self, memory: Memory) -> None:
         """Set the new state of parameters whose ranges were all updated."""
-        for parameter, (member, found) in self._changed.items():
-            state = self._optimizer.state[parameter]
+        for entry, found in self._changed.items():
+            state = self._optimizer.state[entry.target]
             for key, value in found.items():
-                state[key] = memory.whole(member, value, state.get(key)) if isinstance(value, Kind) else value
+                state[key] = memory.whole(entry, value, state.get(key)) if isinstance(value, Kind) else value
         self._changed.clear()
 
     def bare(self, stand_ins: Sequence[list[nn.Parameter]]) -> None:
@@ -178,12 +146,12 @@ class RangeStep:
 
     def _take(self, part: Range, memory: Memory) -> tuple[nn.Parameter, Tensor]:
         """The stand-in for a range, with gradient and state, and the memory that it shows."""
-        member, master = part.member, memory.master(part)
-        parameter, gradient = shard_parameter(master, member.entry.spec.numel), member.parameter.grad
+        entry, master = part.entry, memory.master(part)
+        parameter, gradient = shard_parameter(master, entry.spec.numel), entry.target.grad
         parameter.grad = None if gradient is None else gradient.detach().narrow(0, part.start, part.numel)
         state: dict[str, Any] = {}
-        for key, value in self._optimizer.state.get(member.parameter, {}).items():
-            view = memory.state(part, Kind(key, value.dtype)) if covers(key, value, member.numel) else None
+        for key, value in self._optimizer.state.get(entry.target, {}).items():
+            view = memory.state(part, Kind(key, value.dtype)) if covers(key, value, entry.place.numel) else None
             state[key] = copied(value) if view is None else view
         if state:
             self._optimizer.state[parameter] = state
@@ -193,7 +161,7 @@ class RangeStep:
         """Have everything new in its place, whether the optimizer wrote there or made new tensors."""
         if parameter.data_ptr() != master.data_ptr():
             master.copy_(parameter.detach())
-        _, changed = self._changed.setdefault(part.member.parameter, (part.member, {}))
+        changed = self._changed.setdefault(part.entry, {})
         for key, value in self._optimizer.state.get(parameter, {}).items():
             changed[key] = value
             if covers(key, value, part.numel):
@@ -238,8 +206,8 @@ class Stepper:
 
     def __init__(self, optimizer: Optimizer, steps: Steps) -> None:
         self.steps = steps
-        self.members: Sequence[Member] = []
-        """What is updated where it has a gradient."""
+        self.members: Mapping[Slice, int] = {}
+        """What is updated where it has a gradient, with the index of its param group."""
         self._optimizer = optimizer
         self._ranges = RangeStep(optimizer)
         self._left: deque[int] = deque()  # units that are to be published in this step
@@ -255,7 +223,7 @@ class Stepper:
         Raises ``OffloadError`` on every rank if one could not step: see [Note: a failure on one rank]. Collective:
         every rank.
         """
-        self._left, self._publishing = deque(sorted({member.entry.unit for member in self.members})), False
+        self._left, self._publishing = deque(sorted({entry.unit for entry in self.members})), False
         self._ranges.begin()
         failure: Exception | None = None
         try:
@@ -271,25 +239,26 @@ class Stepper:
 
     def _update(self) -> None:
         """Step on all units, and publish each as soon as it is done."""
-        units: dict[int, list[Member]] = {}
-        for member in self.members:
-            units.setdefault(member.entry.unit, []).append(member)
+        units: dict[int, list[Slice]] = {}
+        for entry in self.members:
+            units.setdefault(entry.unit, []).append(entry)
         # With `foreach` each operation goes over all parameters before the next one begins.
         at_once = 1 if any(group.get("foreach") for group in self._optimizer.param_groups) else _AT_ONCE
         while self._left:
             memory = Memory(self._optimizer)
-            ranges = [r for m in units[self._left[0]] if m.parameter.grad is not None for r in m.ranges(self._most(m))]
+            stepped = [entry for entry in units[self._left[0]] if entry.gradient is not None]
+            ranges = [r for e in stepped for r in ranges_of(e, self.members[e], self._most(e))]
             with untracked():
                 for start in range(0, len(ranges), at_once):
                     self._ranges.run(ranges[start : start + at_once], memory)
                 self._ranges.commit(memory)
             self._publish()
 
-    def _most(self, member: Member) -> int:
+    def _most(self, entry: Slice) -> int:
         """Elements of a range: see [Note: ranges]."""
-        fused = self._optimizer.param_groups[member.group].get("fused")
-        rounded = torch.get_num_threads() > 1 and member.parameter.dtype.itemsize < 4
-        return max(1, member.numel) if fused or rounded else self.steps.range_numel
+        fused = self._optimizer.param_groups[self.members[entry]].get("fused")
+        rounded = torch.get_num_threads() > 1 and entry.target.dtype.itemsize < 4
+        return max(1, entry.place.numel) if fused or rounded else self.steps.range_numel
 
     def _publish(self) -> None:
         unit = self._left.popleft()

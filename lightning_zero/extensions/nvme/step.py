@@ -35,7 +35,7 @@ from lightning_zero.extensions.nvme.pipeline import Request
 from lightning_zero.extensions.nvme.store import WINDOW_ALIGNMENT, NvmeStore
 from lightning_zero.offload.host import padded_nbytes
 from lightning_zero.optim.state import Kind, StateHomes, covers, is_like
-from lightning_zero.optim.stepper import Member, Memory, Range, Stepper, Steps
+from lightning_zero.optim.stepper import Memory, Range, Stepper, Steps, ranges_of
 from lightning_zero.plan.layout import ALIGNMENT
 from lightning_zero.shards.slice import FlatParameters, Slice
 
@@ -210,23 +210,28 @@ class _InWindow(Memory):
     def keep(self, part: Range, kind: Kind, values: Tensor) -> None:
         """Nobody knew of it when the window was read."""
         region = self._homes.region(self._window.flat, kind)
-        region.part(part.member.start + part.start, part.numel).write(values)
+        region.part(part.entry.place.shard_start + part.start, part.numel).write(values)
 
-    def whole(self, member: Member, kind: Kind, former: Any) -> Tensor:
+    def whole(self, entry: Slice, kind: Kind, former: Any) -> Tensor:
         if isinstance(former, FileTensor) and former.dtype == kind.dtype:
             return former
-        return self._homes.part(member.entry, kind)
+        return self._homes.part(entry, kind)
 
     def _start(self, part: Range) -> int:
-        return part.member.start + part.start - self._window.start
+        return part.entry.place.shard_start + part.start - self._window.start
 
 
-def _cut(members: Sequence[Member], shard_numel: int, window_numel: int) -> list[tuple[int, int]]:
-    """Ranges of the shard that hold all members, in order: each from and to a multiple of the alignment, or the end."""
+def _span(entry: Slice) -> tuple[int, int]:
+    """Where a parameter's elements begin in the shard, and where they end."""
+    return entry.place.shard_start, entry.place.shard_start + entry.place.numel
+
+
+def _cut(entries: Sequence[Slice], shard_numel: int, window_numel: int) -> list[tuple[int, int]]:
+    """Ranges of the shard that hold all entries, in order: each from and to a multiple of the alignment, or the end."""
     runs: list[list[int]] = []
-    for member in members:
-        start = member.start // WINDOW_ALIGNMENT * WINDOW_ALIGNMENT
-        end = min(-(-member.end // WINDOW_ALIGNMENT) * WINDOW_ALIGNMENT, shard_numel)
+    for first, last in map(_span, entries):
+        start = first // WINDOW_ALIGNMENT * WINDOW_ALIGNMENT
+        end = min(-(-last // WINDOW_ALIGNMENT) * WINDOW_ALIGNMENT, shard_numel)
         if runs and start <= runs[-1][1]:
             runs[-1][1] = max(runs[-1][1], end)
         else:
@@ -255,15 +260,15 @@ class FileStepper(Stepper):
         self._files.agree(failure)
 
     def _update(self) -> None:
-        everything, store = self.members, self._files.store
-        self._settle(everything)
-        members = [member for member in everything if member.parameter.grad is not None]
+        store = self._files.store
+        self._settle()
+        entries = [entry for entry in self.members if entry.gradient is not None]
         # Parameters of which nothing lies on this rank, so that their counters go on as on every rank.
         nothing = Memory(self._optimizer)
         with untracked():
-            self._ranges.run([Range(member, 0, 0) for member in members if not member.numel], nothing)
+            self._ranges.run([Range(e, self.members[e], 0, 0) for e in entries if not e.place.numel], nothing)
         self._ranges.commit(nothing)
-        windows = self._plan([member for member in members if member.numel], store)
+        windows = self._plan([entry for entry in entries if entry.place.numel], store)
         last = {window.unit: window for window in windows}
 
         def work(request: Request, buffers: list[Tensor]) -> None:
@@ -283,7 +288,7 @@ class FileStepper(Stepper):
         while self._left and self._left[0] < end:
             self._publish()
 
-    def _settle(self, members: Sequence[Member]) -> None:
+    def _settle(self) -> None:
         """Bring state that somebody has put into the optimizer, as its ``load_state_dict`` does, to the files.
 
         That may be the state of another parameter, also of one without a gradient now: everything that is elsewhere in
@@ -292,58 +297,54 @@ class FileStepper(Stepper):
         """
         moved: list[tuple[nn.Parameter, str, FileTensor, Tensor]] = []
         seen: dict[tuple[Any, ...], str] = {}
-        for member in members:
-            for key, value in self._optimizer.state.get(member.parameter, {}).items():
-                if not member.numel or not covers(key, value, member.numel):
+        for entry in self.members:
+            for key, value in self._optimizer.state.get(entry.target, {}).items():
+                if not entry.place.numel or not covers(key, value, entry.place.numel):
                     continue
-                part = self._homes.part(member.entry, Kind(key, value.dtype))
+                part = self._homes.part(entry, Kind(key, value.dtype))
                 if not isinstance(value, FileTensor):
-                    moved.append((member.parameter, key, part, value))
+                    moved.append((entry.target, key, part, value))
                     continue
-                name = f"'{key}' of '{member.entry.name}'"
+                name = f"'{key}' of '{entry.name}'"
                 if seen.setdefault(value.identity, name) != name:
                     raise ValueError(
                         f"{seen[value.identity]} and {name} are one tensor in the optimizer's state. State in files is "
                         "a tensor of its own for each: put a `.clone()` there."
                     )
                 if value.identity != part.identity:
-                    moved.append((member.parameter, key, part, value.read()))
+                    moved.append((entry.target, key, part, value.read()))
         for parameter, key, part, value in moved:
             part.write(value)
             self._optimizer.state[parameter][key] = part
 
-    def _plan(self, members: Sequence[Member], store: NvmeStore) -> list[_Window]:
+    def _plan(self, entries: Sequence[Slice], store: NvmeStore) -> list[_Window]:
         """The windows of all units in order, none where no parameter takes part."""
-        by_flat: dict[FlatParameters, list[Member]] = {}
-        for member in sorted(members, key=lambda member: (member.entry.unit, member.start)):
-            by_flat.setdefault(member.entry.flat, []).append(member)
+        by_flat: dict[FlatParameters, list[Slice]] = {}
+        for entry in sorted(entries, key=lambda entry: (entry.unit, entry.place.shard_start)):
+            by_flat.setdefault(entry.flat, []).append(entry)
         return [window for flat, found in by_flat.items() for window in self._plan_flat(flat, found, store)]
 
-    def _plan_flat(self, flat: FlatParameters, members: Sequence[Member], store: NvmeStore) -> Iterator[_Window]:
-        kinds = {member: self._kinds(member) for member in members}
+    def _plan_flat(self, flat: FlatParameters, entries: Sequence[Slice], store: NvmeStore) -> Iterator[_Window]:
+        kinds = {entry: self._kinds(entry) for entry in entries}
         needed = list(dict.fromkeys(chain.from_iterable(kinds.values())))
         most = store.window_numel([dtype.itemsize for dtype in (flat.layout.dtype, *(k.dtype for k in needed))])
-        for start, end in _cut(members, flat.layout.shard_numel, most):
-            inside = [member for member in members if member.start < end and start < member.end]
-            ranges = [
-                part
-                for member in inside
-                for part in member.ranges(
-                    self._files.range_numel,
-                    max(start, member.start) - member.start,
-                    min(end, member.end) - member.start,
-                )
-            ]
-            found = list(dict.fromkeys(kind for member in inside for kind in kinds[member]))
-            yield _Window(flat, members[0].entry.unit, start, end - start, ranges, found)
+        for start, end in _cut(entries, flat.layout.shard_numel, most):
+            inside = [entry for entry in entries if _span(entry)[0] < end and start < _span(entry)[1]]
+            ranges: list[Range] = []
+            for entry in inside:
+                first, last = _span(entry)
+                own = max(start, first) - first, min(end, last) - first
+                ranges += ranges_of(entry, self.members[entry], self._files.range_numel, *own)
+            found = list(dict.fromkeys(kind for entry in inside for kind in kinds[entry]))
+            yield _Window(flat, entries[0].unit, start, end - start, ranges, found)
 
-    def _kinds(self, member: Member) -> list[Kind]:
+    def _kinds(self, entry: Slice) -> list[Kind]:
         """What of a parameter's state is in files, or will be after its first step."""
-        state = self._optimizer.state.get(member.parameter, {})
+        state = self._optimizer.state.get(entry.target, {})
         stored = {Kind(key, value.dtype) for key, value in state.items() if isinstance(value, FileTensor)}
         if stored:
             return sorted(stored, key=str)
-        return self._homes.expected(self._optimizer, member.entry.flat, member.group)
+        return self._homes.expected(self._optimizer, entry.flat, self.members[entry])
 
     def _request(self, window: _Window) -> Request:
         tensors = [(cast(FileTensor, window.flat.master), window.flat.shown is None)]
