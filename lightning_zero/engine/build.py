@@ -23,7 +23,7 @@ from lightning_zero.plan.plan import STAGING_BUFFERS, Plan, UnitPlan
 from lightning_zero.shards.binding import set_data
 from lightning_zero.shards.slice import FlatParameters, Placeholders, views_of
 
-__all__ = ["UnitBuilder", "as_bytes", "build_reducer"]
+__all__ = ["UnitBuilder", "build_reducer"]
 
 
 class UnitBuilder:
@@ -139,7 +139,9 @@ class UnitBuilder:
                 parameter = self._parameters[spec.name]
                 view.copy_(self._values.take(spec.name) if parameter.is_meta else parameter.detach())
             if full.numel():
-                self._collectives.broadcast(as_bytes(full), 0, f"initial values of '{unit.name or '(root)'}'").wait()
+                self._collectives.broadcast(
+                    full.view(torch.uint8), 0, f"initial values of '{unit.name or '(root)'}'"
+                ).wait()
         return full
 
 
@@ -207,8 +209,3 @@ def _point(name: str, parameter: nn.Parameter, data: Tensor) -> None:
     parameter.__class__ = kind
     vars(parameter).update(attributes)
     set_data(parameter, data)
-
-
-def as_bytes(value: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as 1-D bytes: so every dtype travels, whatever the backend can add."""
-    return value.view(-1).as_strided((value.numel(),), (1,)).view(torch.uint8)  # one element may have any stride

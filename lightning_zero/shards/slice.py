@@ -28,7 +28,6 @@ __all__ = [
     "Slice",
     "checksum",
     "fingerprint",
-    "flat_range",
     "shard_parameter",
     "views_of",
 ]
@@ -100,7 +99,8 @@ class Slice:
 
     def of(self, whole: Tensor, grain: int = 1) -> Tensor:
         """1-D: the elements that are here of another tensor, which has one for each ``grain`` of the parameter's."""
-        return flat_range(whole.detach(), -(-self.start // grain), -(-self.data.numel() // grain))
+        first, numel = -(-self.start // grain), -(-self.data.numel() // grain)
+        return whole.detach().reshape(-1)[first : first + numel]
 
     def part_of(self, whole: Tensor) -> Tensor:
         """Of a tensor of the whole shape what is of this rank's parameter, where tensor parallelism has split it."""
@@ -260,10 +260,10 @@ def checksum(tensor: Tensor) -> int:
     with untracked(), no_functions():
         if tensor.layout is not torch.strided:
             tensor = tensor.to_dense()
-        tensor = tensor.detach()
+        tensor = tensor.detach().contiguous().view(-1)
         total = torch.full((), tensor.numel() * tensor.element_size(), dtype=torch.int64, device=tensor.device)
         for start in range(0, tensor.numel(), _SUM_NUMEL):
-            words = _words(flat_range(tensor, start, min(_SUM_NUMEL, tensor.numel() - start)))
+            words = _words(tensor[start : start + _SUM_NUMEL])
             place = start * tensor.element_size() // 8
             mixed = torch.arange(place + 1, place + 1 + len(words), device=words.device).mul_(_PLACE).add_(words)
             # Not linear, or two flipped signs would take each other away.
@@ -306,20 +306,3 @@ def _text(part: Any) -> str:
     if part is None or part is Ellipsis or isinstance(part, str | numbers.Number | torch.dtype):
         return repr(part)
     return type(part).__qualname__
-
-
-def flat_range(tensor: Tensor, start: int, numel: int) -> Tensor:
-    """``tensor.reshape(-1)[start : start + numel]``: a view where the elements lie in a row, else a copy of no more."""
-    if tensor.is_contiguous():
-        return tensor.view(-1)[start : start + numel]
-    if tensor.dim() == 1:
-        return tensor[start : start + numel].contiguous()
-    row = tensor.numel() // tensor.shape[0] if tensor.shape[0] else 0
-    if not row or not numel:
-        return tensor.new_empty(0)
-    first, last = start // row, (start + numel - 1) // row
-    if first == last:
-        return flat_range(tensor[first], start - first * row, numel)
-    head = flat_range(tensor[first], start - first * row, (first + 1) * row - start)
-    tail = flat_range(tensor[last], 0, start + numel - last * row)
-    return torch.cat([head, tensor[first + 1 : last].reshape(-1), tail])

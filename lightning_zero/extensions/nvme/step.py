@@ -183,7 +183,6 @@ class FileSteps(Steps):
 @dataclass(frozen=True, eq=False)
 class _Window:
     flat: FlatParameters
-    unit: int
     start: int
     numel: int
     ranges: Sequence[Range]
@@ -260,7 +259,6 @@ class FileStepper(Stepper):
         self._files.agree(failure)
 
     def _update(self) -> None:
-        store = self._files.store
         self._settle()
         entries = [entry for entry in self.members if entry.gradient is not None]
         # Parameters of which nothing lies on this rank, so that their counters go on as on every rank.
@@ -268,20 +266,20 @@ class FileStepper(Stepper):
         with untracked():
             self._ranges.run([Range(e, self.members[e], 0, 0) for e in entries if not e.place.numel], nothing)
         self._ranges.commit(nothing)
-        windows = self._plan([entry for entry in entries if entry.place.numel], store)
-        last = {window.unit: window for window in windows}
+        windows = self._plan([entry for entry in entries if entry.place.numel])
+        last = {window.flat.unit: window for window in windows}
 
         def work(request: Request, buffers: list[Tensor]) -> None:
             window: _Window = request.tag
-            self._publish_before(window.unit)
+            self._publish_before(window.flat.unit)
             memory = self._step(window, buffers)
             window.flat.refresh_part(window.start, buffers[0])
-            if window is last[window.unit]:
+            if window is last[window.flat.unit]:
                 self._ranges.commit(memory)
-                self._publish_before(window.unit + 1)
+                self._publish_before(window.flat.unit + 1)
 
         if windows:
-            store.pipeline().run(map(self._request, windows), work)
+            self._files.store.pipeline().run(map(self._request, windows), work)
         self._publish_before(math.inf)
 
     def _publish_before(self, end: float) -> None:
@@ -317,17 +315,17 @@ class FileStepper(Stepper):
             part.write(value)
             self._optimizer.state[parameter][key] = part
 
-    def _plan(self, entries: Sequence[Slice], store: NvmeStore) -> list[_Window]:
+    def _plan(self, entries: Sequence[Slice]) -> list[_Window]:
         """The windows of all units in order, none where no parameter takes part."""
         by_flat: dict[FlatParameters, list[Slice]] = {}
         for entry in sorted(entries, key=lambda entry: (entry.unit, entry.place.shard_start)):
             by_flat.setdefault(entry.flat, []).append(entry)
-        return [window for flat, found in by_flat.items() for window in self._plan_flat(flat, found, store)]
+        return [window for flat, found in by_flat.items() for window in self._plan_flat(flat, found)]
 
-    def _plan_flat(self, flat: FlatParameters, entries: Sequence[Slice], store: NvmeStore) -> Iterator[_Window]:
+    def _plan_flat(self, flat: FlatParameters, entries: Sequence[Slice]) -> Iterator[_Window]:
         kinds = {entry: self._kinds(entry) for entry in entries}
-        needed = list(dict.fromkeys(chain.from_iterable(kinds.values())))
-        most = store.window_numel([dtype.itemsize for dtype in (flat.layout.dtype, *(k.dtype for k in needed))])
+        state = [kind.dtype for kind in dict.fromkeys(chain.from_iterable(kinds.values()))]
+        most = self._files.store.window_numel([dtype.itemsize for dtype in (flat.layout.dtype, *state)])
         for start, end in _cut(entries, flat.layout.shard_numel, most):
             inside = [entry for entry in entries if _span(entry)[0] < end and start < _span(entry)[1]]
             ranges: list[Range] = []
@@ -336,7 +334,7 @@ class FileStepper(Stepper):
                 own = max(start, first) - first, min(end, last) - first
                 ranges += ranges_of(entry, self.members[entry], self._files.range_numel, *own)
             found = list(dict.fromkeys(kind for entry in inside for kind in kinds[entry]))
-            yield _Window(flat, entries[0].unit, start, end - start, ranges, found)
+            yield _Window(flat, start, end - start, ranges, found)
 
     def _kinds(self, entry: Slice) -> list[Kind]:
         """What of a parameter's state is in files, or will be after its first step."""
