@@ -21,7 +21,7 @@ from lightning_zero.comm import ControlGroup
 from lightning_zero.config import Placement, Stage
 from lightning_zero.errors import CheckpointError, columns, readable_size, some
 
-__all__ = ["Inspection", "checkpoints_in", "describe_list", "inspect_checkpoint", "list_checkpoints", "reason_of"]
+__all__ = ["Inspection", "checkpoints_in", "inspect_checkpoint"]
 
 _OPTIONS = ("lr", "weight_decay", "momentum", "betas", "eps")
 _MOMENT = ("epoch", "global_step")
@@ -80,26 +80,6 @@ class Inspection:
         return sum(self.files.values())
 
     @property
-    def saved_at(self) -> dict[str, Any]:
-        """Epoch and global step, where it has them."""
-        return {key: self.checkpoint[key] for key in _MOMENT if key in self.checkpoint}
-
-    def numbers(self, *, tensors: bool = False) -> dict[str, Any]:
-        """What ``describe`` says, for programs: sizes are in bytes. ``facts`` are its words."""
-        told = {"path": self.path, **self.saved_at, "facts": dict(self.facts), "weights": vars(self.weights)}
-        told["optimizers"] = [
-            {"groups": _groups(state), "state": {key: vars(group) for key, group in _states(state).items()}}
-            for state in self._optimizers
-        ]
-        if tensors:
-            rows = {name: value for name, value in self._state.items() if isinstance(value, Tensor)}
-            told["tensors"] = {
-                name: {"dtype": dtype_name(value.dtype), "shape": list(value.shape), "nbytes": _nbytes(value)}
-                for name, value in rows.items()
-            }
-        return {**told, "nbytes": self.nbytes, "files": dict(self.files)}
-
-    @property
     def _optimizers(self) -> list[Mapping[str, Any]]:
         states = self.checkpoint.get("optimizer_states")
         return [state for state in states if isinstance(state, Mapping)] if isinstance(states, list) else []
@@ -137,34 +117,6 @@ def checkpoints_in(path: str | os.PathLike[str]) -> list[str]:
         names += [os.path.normpath(os.path.join(inner, name)) for name in found]
         folders[:] = [name for name in open_ones if name not in found] if inner.count(os.sep) < 2 else []
     return sorted(names)
-
-
-def list_checkpoints(path: str | os.PathLike[str]) -> dict[str, Inspection | str]:
-    """The checkpoints in a local folder by name, or why one cannot be read. None of what is a checkpoint itself."""
-    found: dict[str, Inspection | str] = {}
-    names = checkpoints_in(path)
-    for name in names if names and not is_checkpoint_directory_at(path) else ():
-        try:
-            found[name] = inspect_checkpoint(os.path.join(path, name))
-        except CheckpointError as error:
-            found[name] = reason_of(error)
-    return found
-
-
-def describe_list(path: str | os.PathLike[str], found: Mapping[str, Inspection | str]) -> str:
-    """What ``lightning-zero inspect`` prints of a folder of checkpoints."""
-    rows = []
-    for name, one in found.items():
-        if isinstance(one, str):
-            rows.append([f"  {name}", "", "", f"cannot be read: {one}"])
-        else:
-            rows.append([f"  {name}", one.facts.get("saved at", "-"), readable_size(one.nbytes), one.facts["format"]])
-    return "\n".join(map(_printable, [f"Checkpoints in {os.fspath(path)}", *columns(rows, right=(2,))]))
-
-
-def reason_of(error: CheckpointError) -> str:
-    """What one process says of an error. It is one rank, which needs no telling which of them failed."""
-    return str(error.__cause__ if isinstance(error.__cause__, CheckpointError) else error)
 
 
 def inspect_checkpoint(path: str | os.PathLike[str]) -> Inspection:
