@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero._torch import make_wrapper_subclass, storage_key, tree_leaves, tree_map_only, untracked
-from lightning_zero.errors import OffloadError
+from lightning_zero.errors import OffloadError, readable_size
 from lightning_zero.offload.host import (
     PAGE_NBYTES,
     PIECE_NBYTES,
@@ -40,7 +40,7 @@ from lightning_zero.offload.host import (
     view_of,
 )
 
-__all__ = ["DataFile", "FileSystem", "FileTensor", "PageChecksums", "Region", "amount", "fill_from"]
+__all__ = ["DataFile", "FileSystem", "FileTensor", "PageChecksums", "Region", "fill_from"]
 
 _CURE = "The last checkpoint is intact: mend the cause and resume from it."
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -113,11 +113,6 @@ class DataFile:
         """Whether this process made it; one that was forked from it did not."""
         return os.getpid() == self._pid
 
-    @property
-    def alignment(self) -> int:
-        """What offsets, lengths and addresses are multiples of."""
-        return PAGE_NBYTES if self.direct else 1
-
     def read(self, memory: Tensor, offset: int, what: str) -> None:
         """Fill ``memory``, 1-D bytes on the host, from ``offset`` in the file, in bytes; ``what`` is for messages."""
         self._move(self._system.preadv, memory, offset, f"reading {what}")
@@ -142,9 +137,9 @@ class DataFile:
             except OSError as error:
                 if error.errno not in _NOT_OFFERED:
                     raise OffloadError(
-                        f"Rank {self._rank}: {amount(nbytes)} for {what}, beside {amount(self.nbytes)} there already, "
-                        f"cannot be reserved in '{self.folder}': {error.strerror or error}{self._free(error)}. Free "
-                        "some space, or take another path."
+                        f"Rank {self._rank}: {readable_size(nbytes)} for {what}, beside {readable_size(self.nbytes)} "
+                        f"there already, cannot be reserved in '{self.folder}': {error.strerror or error}"
+                        f"{self._free(error)}. Free some space, or take another path."
                     ) from error
                 zeros = host_memory(min(nbytes, PIECE_NBYTES), locked=False)
                 for start in range(0, nbytes, zeros.numel()):
@@ -240,7 +235,7 @@ class DataFile:
                         f"'{self.folder}') failed: {error.strerror or error}{self._free(error)}. {_CURE}"
                     ) from error
                 # Past the page cache only whole pages can be asked for: the part of one is asked for again.
-                moved = count if done + count == nbytes else count - count % self.alignment
+                moved = count if done + count == nbytes else count - count % PAGE_NBYTES
                 stalled = 0 if moved else stalled + 1
                 if not count or stalled >= _PATIENCE:
                     raise OffloadError(
@@ -255,7 +250,7 @@ class DataFile:
         if error.errno not in _FULL:
             return ""
         try:
-            return f" ({amount(self._system.free_nbytes(self.folder))} free)"
+            return f" ({readable_size(self._system.free_nbytes(self.folder))} free)"
         except OSError as unknown:
             return f" (an unknown number of bytes free: {unknown.strerror})"
 
@@ -265,14 +260,6 @@ class DataFile:
             f"Rank {self._rank}: {what} in '{self.folder}' differs from what was written: {where}. The disk, its cable "
             "or the memory is faulty. The last checkpoint is intact: resume from it, on another disk."
         )
-
-
-def amount(nbytes: int) -> str:
-    """A number of bytes, for a person and exactly: ``1.50 GiB (1610612736 bytes)``."""
-    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if nbytes >= size:
-            return f"{nbytes / size:.2f} {unit} ({nbytes} bytes)"
-    return f"{nbytes / 1024:.2f} KiB ({nbytes} bytes)"
 
 
 class PageChecksums:
@@ -386,10 +373,9 @@ class Region:
         same = is_on_host(tensor) and tensor.dtype == self.dtype and tensor.is_contiguous()
         if not same or not tensor.numel() or tensor.is_conj() or tensor.is_neg():
             return 0
-        alignment = self.file.alignment if self.checksums is None else PAGE_NBYTES
-        if begin % alignment or tensor.data_ptr() % alignment:
+        if begin % PAGE_NBYTES or tensor.data_ptr() % PAGE_NBYTES:
             return 0
-        return tensor.nbytes - tensor.nbytes % alignment
+        return tensor.nbytes - tensor.nbytes % PAGE_NBYTES
 
     def _read_edges(self, piece: Tensor, page: int, at: int, until: int) -> None:
         """Fill the first and the last page of ``piece`` from the file where not all of them will be overwritten.

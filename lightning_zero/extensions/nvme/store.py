@@ -18,14 +18,13 @@ from torch import Tensor
 from lightning_zero._torch import untracked
 from lightning_zero.comm.streams import Event, Streams, runs_beside
 from lightning_zero.config import Tier
-from lightning_zero.errors import OffloadError
+from lightning_zero.errors import OffloadError, readable_size
 from lightning_zero.extensions.nvme.files import (
     DataFile,
     FileSystem,
     FileTensor,
     PageChecksums,
     Region,
-    amount,
     fill_from,
 )
 from lightning_zero.extensions.nvme.pipeline import BufferPool, Pipeline, Workers
@@ -108,8 +107,8 @@ class NvmeStore:
             raise OffloadError(f"{what} cannot be used: {error.strerror}.") from error
         if nbytes > free:
             raise OffloadError(
-                f"{what} has too little space: {amount(nbytes)} are needed and {amount(free)} are free. Free some "
-                "space, or take another path."
+                f"{what} has too little space: {readable_size(nbytes)} are needed and {readable_size(free)} are free. "
+                "Free some space, or take another path."
             )
 
     def allocate(self, numel: int, dtype: torch.dtype, what: str) -> FileTensor:

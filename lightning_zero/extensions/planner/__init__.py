@@ -33,8 +33,6 @@ OPTIONS = {
     "device_memory": "Memory of one device, for example 80G or 24GiB; recommends a stage that fits.",
     "host_memory": "Memory of one node, for all its ranks: 512GB. Unlimited if not given.",
     "activations": "Memory to keep free for activations: 20GB; or measured, from the first batch, without allocating.",
-    "lora": "Rank of LoRA adapters: 16. Only these are trained. Needs peft.",
-    "lora_targets": "Modules with an adapter: q_proj,v_proj, or all-linear. Chosen by peft if not given.",
     "batch_size": "Sequences per rank, to measure the activations of --hf-config.",
     "sequence_length": "Tokens per sequence there.",
     "json": "Print everything as one JSON object.",

@@ -56,6 +56,11 @@ from lightning_zero.trainer.precision import ZeroPrecision
 __all__ = ["MEASURED", "PlanCLI", "Planner", "planner_of", "tokens_for"]
 
 MEASURED = "measured"
+_GONE = {
+    "--link": "divide what leaves a node, or what a rank sends, by the speed of your links",
+    "--plot": "draw what --json prints",
+    "--lora": "give --model a module that adds its adapters, as for training",
+}
 
 
 class Planner:
@@ -101,13 +106,11 @@ class Planner:
 
     def _module(self) -> nn.Module | None:
         config, parallel = self.config, self.asked.tensor_parallel_size is not None
-        if parallel and not (config.hf_config is config.lora is None):
-            raise ValueError("tensor_parallel_size needs --model (not --hf-config), and does not go with --lora.")
+        if parallel and config.hf_config is not None:
+            raise ValueError("tensor_parallel_size needs --model, not --hf-config.")
         if config.hf_config is not None:
-            return adapted(model_of_config(config.hf_config), config)
+            return model_of_config(config.hf_config)
         if config.model is None:
-            if config.lora is not None:
-                raise ValueError("--lora needs the model, as adapters are as large as its layers: give --hf-config.")
             return None
         with torch.device("meta"):
             only_model = Namespace(model=config.model)  # type: ignore[no-untyped-call]
@@ -117,7 +120,7 @@ class Planner:
                 extension("tensor_parallel").plan_alone(model, self.settings["world_size"], self.tensor)
             else:
                 model.configure_model()
-        return adapted(model, config)
+        return model
 
     def _optimizer(self) -> OptimizerCost | None:
         """The configured one, or the one over most parameters that the model makes; ``None`` if neither is known."""
@@ -238,9 +241,6 @@ class Planner:
         parts += [self.unknown] if self.unknown else []
         if self.assumed:
             parts.append("The model's optimizer is not known before training: AdamW is assumed.")
-        if self.config.lora is not None and self.model is not None:
-            trained = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
-            parts.append(f"LoRA of rank {self.config.lora}: {trained:,} parameters are trained, the others are frozen.")
         if advice is not None:
             parts.append(f"Recommended: {advice.name or 'nothing'}. {advice.reason}")
             how = "Give --activations measured, or a size such as --activations 20GB."
@@ -279,7 +279,7 @@ class PlanCLI(ZeroCLI):
         types: dict[str, Any] = {"stage": Stage, "bucket_mib": PositiveFloat, "prefetch": NonNegativeInt}
         types |= {"units": list[str], "offload": Literal["host", "nvme", "none"]}
         types["tensor_parallel_size"] = PositiveInt | Literal["auto"]
-        types |= dict.fromkeys(("world_size", "batch_size", "sequence_length", "lora"), PositiveInt)
+        types |= dict.fromkeys(("world_size", "batch_size", "sequence_length"), PositiveInt)
         for name, text in OPTIONS.items():  # all may be left out, and have their hyphens as hyphens too
             spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
             kind: dict[str, Any] = {"type": types.get(name, str) | None, "default": None}
@@ -291,11 +291,9 @@ class PlanCLI(ZeroCLI):
         if isinstance(args, dict | Namespace):
             self.config = parser.parse_object(args)
         else:
-            if gone := next((arg for arg in args or () if re.match("--(link[-_]|plot)", arg)), None):
-                raise ValueError(
-                    f"{gone.partition('=')[0]} does not exist any more: divide what leaves a node, and what a rank "
-                    "sends, by the speed of your links, and draw what --json prints."
-                )
+            for option, instead in _GONE.items():
+                if any(arg.startswith(option) for arg in args or ()):
+                    raise ValueError(f"{option} does not exist any more: {instead}.")
             args = [re.sub(r"^--data(?==\w|$)", "--data.class_path", arg) for arg in args or ()]
             self.config = parser.parse_args(args)
         self.config["seed_everything"] = False
@@ -426,7 +424,10 @@ def model_of_config(path: str) -> nn.Module:
         raise ValueError(f"{file} is no JSON: {error}") from error
     if not isinstance(content, dict) or "model_type" not in content:
         raise ValueError(f"{file} has no 'model_type', so it does not describe a model of transformers.")
-    transformers = needed("transformers", "--hf-config")
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ImportError(f"--hf-config needs `transformers` ({error}): pip install transformers.") from error
     try:
         config = transformers.AutoConfig.for_model(**content)
         named = [getattr(transformers, name, None) for name in content.get("architectures") or ()]
@@ -437,32 +438,6 @@ def model_of_config(path: str) -> nn.Module:
     except Exception as error:  # whatever the library raises for a configuration that it cannot use
         reason = str(error).partition("\n")[0]
         raise ValueError(f"transformers cannot build the model of {file}: {type(error).__name__}: {reason}") from error
-    return model
-
-
-def needed(name: str, option: str) -> Any:
-    """A package that this one does not depend on; ImportError where it is not installed."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(f"{option} needs `{name}` ({error}): pip install {name}.") from error
-
-
-def adapted(model: nn.Module, config: Namespace) -> nn.Module:
-    """The model with the adapters of ``--lora``, which alone are trained then, where PEFT would put them."""
-    if config.lora is None:
-        if config.lora_targets is not None:
-            raise ValueError("--lora-targets needs --lora, the rank of the adapters, for example 16.")
-        return model
-    peft, targets = needed("peft", "--lora"), config.lora_targets
-    if targets is not None and targets != "all-linear":
-        targets = re.split(r"[\s,]+", targets.strip("[] "))
-    try:
-        with torch.device("meta"):
-            peft.inject_adapter_in_model(peft.LoraConfig(r=config.lora, target_modules=targets), model)
-    except ValueError as error:
-        why = str(error).rstrip(".")
-        raise ValueError(f"--lora: {why}. Name modules of the model with --lora-targets q_proj,v_proj.") from error
     return model
 
 

@@ -569,10 +569,13 @@ def plan_numbers(plan: Plan, micro_steps: int) -> dict[str, Any]:
 
 def _unit_rows(plan: Plan) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("unit", "parameters", "elements", "frozen", "shard", "padding", "slot", "dtype")]
-    alike: dict[tuple[object, ...], list[UnitPlan]] = {}
+    alike: dict[tuple[str, int, tuple[str, ...], str], list[UnitPlan]] = {}
     for unit in plan.units:
-        alike.setdefault(_likeness(unit), []).append(unit)
-    for units in alike.values():
+        both = [dict.fromkeys((layout.dtype, layout.compute_dtype)) for layout in unit.layouts]
+        dtypes = ", ".join(dict.fromkeys(" as ".join(map(str, two)) for two in both)).replace("torch.", "") or "-"
+        key = re.sub(r"\d+", "#", unit.name), unit.depth, _sizes(unit.layouts), dtypes
+        alike.setdefault(key, []).append(unit)
+    for (_, depth, sizes, dtypes), units in alike.items():
         first, last = units[0], units[-1]
         name = first.name or "(root)"
         if len(units) > 1:
@@ -580,9 +583,7 @@ def _unit_rows(plan: Plan) -> list[tuple[str, ...]]:
         name = name if len(name) <= LONGEST_NAME else "…" + name[1 - LONGEST_NAME :]
         slots = sorted({unit.slot for unit in units if unit.slot is not None})
         slot = "-".join(str(slot) for slot in dict.fromkeys(slots[:1] + slots[-1:])) or "-"
-        both = [dict.fromkeys((layout.dtype, layout.compute_dtype)) for layout in first.layouts]
-        dtypes = ", ".join(dict.fromkeys(" as ".join(map(str, two)) for two in both)).replace("torch.", "") or "-"
-        rows.append(("  " * first.depth + name, *_sizes(first.layouts), slot, dtypes))
+        rows.append(("  " * depth + name, *sizes, slot, dtypes))
     return [*rows, (f"total ({len(plan.units)} units)", *_sizes(plan.layouts), str(len(plan.slots) or "-"), "")]
 
 
@@ -598,14 +599,6 @@ def _sizes(layouts: Sequence[FlatLayout]) -> tuple[str, ...]:
         f"{sum(layout.shard_numel for layout in layouts):,}",
         f"{100 * (padded - numel) / padded:.2f} %" if padded else "-",
     )
-
-
-def _likeness(unit: UnitPlan) -> tuple[object, ...]:
-    layouts = tuple(
-        (tuple(spec.shape for spec in layout.parameters), layout.dtype, layout.compute_dtype, layout.trainable)
-        for layout in unit.layouts
-    )
-    return re.sub(r"\d+", "#", unit.name), unit.depth, layouts
 
 
 def _difference(first: str, last: str) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from examples.language_model import ByteGPT
-from lightning_zero import ActivationPolicy, estimate_memory, measure_activations
+from lightning_zero import ActivationPolicy, measure_activations
 from lightning_zero.cli import main
 from lightning_zero.config import HostOffload, NvmeOffload, Offload, Placement
 from lightning_zero.extensions.planner.command import PlanCLI, Planner, tokens_for
@@ -204,17 +204,16 @@ def test_plan_of_a_model_larger_than_any_memory() -> None:
         ([*TWO, "--parameters=1B", "--device-memory=80"], r"80 would be so many bytes. Did you mean 80GB\?"),
         ([*TWO, "--parameters=1B", "--host-memory=1TB"], "need --device-memory beside them"),
         ([*TWO, "--parameters=1B", "--activations=1GB"], "need --device-memory beside them"),
-        ([*TWO, "--parameters=1B", "--lora=8"], "--lora needs the model"),
+        ([*TWO, "--parameters=1B", "--lora=8"], "--lora does not exist any more: give --model a module that adds"),
         ([*TWO, "--parameters=many"], "written as 7.5B"),
         ([*TWO, "--parameters=1B", "--trainer.num_nodes=4"], "divides the 2 ranks, got 4"),
         ([*TWO, "--hf-config=missing"], "neither. Nothing is downloaded"),
-        ([*TWO, "--parameters=1B", "--link-between=10Gbit/s"], "--link-between does not exist any more: divide"),
-        ([*TWO, "--parameters=1B", "--plot", "a.svg"], "--plot does not exist any more: .* draw what --json prints"),
+        ([*TWO, "--parameters=1B", "--link-between=10Gbit/s"], "--link does not exist any more: divide"),
+        ([*TWO, "--parameters=1B", "--plot", "a.svg"], "--plot does not exist any more: draw what --json prints"),
         ([*TWO, *SMALL, "--tensor-parallel-size=2"], "ByteGPT has no parameter that is a DTensor: each of the 2 ranks"),
         ([*TWO, *PARALLEL, "--tensor-parallel-size=3"], "make a mesh of 0 x 3 ranks, and 2 run"),
         ([*TWO, *PARALLEL, "--tensor-parallel-size=half"], "tensor_parallel_size"),
-        ([*TWO, *PARALLEL, "--tensor-parallel-size=2", "--lora=8"], "does not go with --lora"),
-        ([*TWO, "--hf-config=missing", "--tensor-parallel-size=2"], r"needs --model \(not --hf-config\)"),
+        ([*TWO, "--hf-config=missing", "--tensor-parallel-size=2"], "needs --model, not --hf-config"),
     ],
 )
 def test_what_is_wrong_is_said(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
@@ -576,47 +575,24 @@ def test_a_real_hugging_face_configuration(llama: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize(
-    ("options", "rank", "targets"),
-    [
-        (["--lora=8"], 8, None),
-        (["--lora=4", "--lora-targets=q_proj,o_proj"], 4, ["q_proj", "o_proj"]),
-        (["--lora=4", "--lora-targets=all-linear"], 4, "all-linear"),
-    ],
-)
-def test_lora_is_that_of_peft_to_the_byte(
-    llama: Path, precision: str, options: list[str], rank: int, targets: Any
-) -> None:
-    import peft
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    planner = plan_cli(f"--hf-config={llama}", "--world-size=4", f"--trainer.precision={precision}", *options)
-    with torch.device("meta"):
-        config = peft.LoraConfig(r=rank, target_modules=targets)
-        model = peft.get_peft_model(AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA)), config)
-    mixed = precision == "bf16-mixed"
-    model = model if mixed else model.to(torch.bfloat16)
-    real = estimate_memory(model, world_size=4, accelerator=True, param_dtype=torch.bfloat16 if mixed else None)
-
-    found = planner.estimate()
-    assert found == real
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    assert 0 < trained < LLAMA_NUMEL / 10
-    assert found.stages["none"].rest.optimizer == 2 * trained * (4 if mixed else 2)
-    assert f"LoRA of rank {rank}: {trained:,} parameters are trained, the others are frozen." in planner.describe()
+def test_adapters_of_a_module_are_what_is_trained() -> None:
+    plain, adapted = (plan_cli(f"--model={OWN}.{name}", "--world-size=2") for name in ("Plain", "Adapted"))
+    frozen = sum(layout.parameter_numel for layout in adapted.plan().layouts if not layout.trainable)
+    assert frozen == plain.plan().numel
+    assert adapted.estimate().stages["none"].rest.gradients == 4 * (2 * 32 + 2 * 96)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
-def test_lora_in_a_lightning_module() -> None:
-    planner = plan_cli(*SMALL, "--world-size=2", "--lora=2", "--lora-targets=query_key_value")
-    trained = {name: tuple(p.shape) for name, p in planner.model.named_parameters() if p.requires_grad}
-    assert set(trained.values()) == {(2, 32), (96, 2)}
-    assert len(trained) == 4
-    with pytest.raises(ValueError, match=r"--lora: .* Name modules of the model with --lora-targets q_proj,v_proj"):
-        plan_cli(*SMALL, "--world-size=2", "--lora=2", "--lora-targets=nowhere")
+class Plain(BoringModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 96)
+
+
+class Adapted(Plain):
+    def configure_model(self) -> None:
+        import peft
+
+        peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["layer"]), self)
 
 
 def library(built: list[Any]) -> ModuleType:
