@@ -229,6 +229,7 @@ def adopt(optimizers: Sequence[Optimizer], engine: ZeroEngine) -> None:
     """
     owned, outputs = {one.user: one for one in engine.shards.values()}, dict[str, list[float]]()
     watches = [] if all(map(is_hooked, optimizers)) else _watch(engine.module, outputs)
+    _NOTED.update({engine: outputs} if watches else {})
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"] = [getattr(one, "_local_parameter", one) for one in group["params"]]
@@ -273,10 +274,22 @@ def _watch(module: nn.Module, seen: dict[str, list[float]]) -> list[Any]:
     return handles + [layer.register_forward_hook(last) for layer in names]
 
 
+def note_loss(engine: ZeroEngine, loss: Tensor) -> None:
+    """Have the first step compare a loss, which all ranks of a tensor group compute. Local."""
+    seen = _NOTED.get(engine)
+    if seen is not None and not isinstance(loss, DTensor):
+        norm, *products = _numbers(loss)  # a loss is small beside the numbers of which it is an average
+        seen[f"The losses of backward {engine.progress.backwards + 1}"] = [
+            20 * torch.finfo(loss.dtype).eps ** 0.75 * norm,
+            *products,
+        ]
+
+
 def _compare(slices: Sequence[Slice], outputs: dict[str, list[float]], watches: list[Any], engine: ZeroEngine) -> None:
     """Raise ``DivergenceError`` if a gradient or an input differs in a tensor group. Collective: every rank."""
     while watches:
         watches.pop().remove()
+    _NOTED.pop(engine, None)
     numbers = {f"The gradients of '{one.name}'": _numbers(one.gradient) for one in slices}
     total = sum(norm**2 for norm, *_ in numbers.values()) ** 0.5
     for one, found in zip(slices, numbers.values(), strict=True):
@@ -291,6 +304,9 @@ def _compare(slices: Sequence[Slice], outputs: dict[str, list[float]], watches: 
                     if name.startswith("The inputs")
                     else "and each uses a part: its layer would get the gradient of one. Have it return a DTensor "
                     "(`use_local_output=False`): `output.to_local(grad_placements=[Partial()])` adds gradients up."
+                    if name.startswith("The gradients of the output")
+                    else "and `self.parameters()` are the rank's parts: have a penalty use `layer.weight`, a DTensor, "
+                    "and `.full_tensor()` of its sum."
                     if name in outputs
                     else "and would train it apart. Each sees a part of what it is applied to: name its layer in the "
                     "plan of `parallelize_module` (a norm between sequence-parallel layers: `SequenceParallel()`)."
@@ -345,6 +361,7 @@ def _with_first(ranks: int, tensor: int) -> Iterator[tuple[int, int]]:
 
 
 _COMPARED: WeakKeyDictionary[ZeroEngine, set[str]] = WeakKeyDictionary()  # step methods
+_NOTED: WeakKeyDictionary[ZeroEngine, dict[str, list[float]]] = WeakKeyDictionary()  # what the first step is to compare
 
 
 def _numbers(gradient: Tensor | None) -> list[float]:

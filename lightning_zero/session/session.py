@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.activations import Activations
@@ -343,9 +343,11 @@ class ZeroSession:
                 yield
             self._buffers.after_forward(averaged=averaged)
 
-    def backward(self, step: Announced | None = None) -> AbstractContextManager[None]:
-        """Around a backward; afterwards gradients are those of all ranks. ``step``: what follows at once, as
-        ``ZeroEngine.backward`` says. Collective: every rank."""
+    def backward(self, step: Announced | None = None, loss: Tensor | None = None) -> AbstractContextManager[None]:
+        """Around the backward of ``loss``; afterwards gradients are those of all ranks. ``step``: what follows at once,
+        as ``ZeroEngine.backward`` says. Collective: every rank."""
+        if self.groups.shard.tensor > 1 and loss is not None:
+            extension("tensor_parallel").note_loss(self.engine, loss)
         return self.engine.backward(step)
 
     @contextmanager

@@ -231,7 +231,7 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         """Run the backward, after which gradients are those of all ranks. Collective: every rank."""
         self._in_backward, scaler = True, self.precision.scaler
         try:
-            with self.session.backward():
+            with self.session.backward(loss=tensor):
                 (tensor if scaler is None else scaler.scale(tensor)).backward(*args, **kwargs)
         finally:
             self._in_backward = False

@@ -357,7 +357,7 @@ class ZeroStrategy(Processes, ParallelStrategy):
         if not module.automatic_optimization:
             self.session.backward_outside_of_steps()
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        with self.session.backward(self._announced(optimizer)):
+        with self.session.backward(self._announced(optimizer), closure_loss):
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)

@@ -292,9 +292,18 @@ class Penalised(Parallel):
         return loss + gradient.square().sum()
 
 
+class Decayed(Parallel):
+    """Adds norms of what are parts of parameters: their gradients would be those of norms of parts."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + sum(parameter.norm() for parameter in self.parameters())
+
+
 def test_gradients_that_differ_in_a_tensor_group_are_named() -> None:
     """Of a norm between sequence-parallel layers that the plan leaves out, and of an output that is used in parts; and
-    an input that is not whole, a sequence that cannot be split evenly, and second derivatives, which DTensors lack."""
+    an input that is not whole, a sequence that cannot be split evenly, second derivatives, which DTensors lack, and a
+    loss of parts."""
 
     def run(rank: int) -> list[str]:
         precisions = ("32-true", "bf16-mixed")
@@ -323,7 +332,9 @@ def test_gradients_that_differ_in_a_tensor_group_are_named() -> None:
             assert "The gradients of the output of 'net.blocks.1.up' on ranks 0 and 1 differ" in message, message
         for message in messages[9:12]:
             assert "The inputs of 'net.head' on ranks 0 and 1 differ" in message, message
-        for message in messages[15:]:
+        for message in messages[18:]:
+            assert "The losses of backward 1 on ranks 0 and 1 differ" in message, message
+        for message in messages[15:18]:
             assert "create_graph=True in a backward through 'net.head'" in message, message
         for message in messages[12:15]:
             assert "The output of 'net.embedding' has 11 places in dimension 1, which 2 ranks" in message, message
