@@ -183,7 +183,7 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
 
         With ``empty_init`` it takes no memory: it is on the meta device, and initialised while it is sharded.
         """
-        with torch.device("meta" if empty_init else "cpu"), self.precision.module_init_context():
+        with torch.device("meta" if empty_init else "cpu"), self.precision.tensor_init_context():
             yield
 
     def module_to_device(self, module: nn.Module) -> None:

@@ -27,9 +27,8 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
-from lightning_zero._torch import BatchNorm, is_traceable_wrapper_subclass
+from lightning_zero._torch import is_traceable_wrapper_subclass
 from lightning_zero.comm import ControlGroup, Totals
 from lightning_zero.errors import ParameterAccessError, UnsupportedOptimizerError, ZeroError
 from lightning_zero.optim.gradients import LossScaler, clip_by_norm, clip_by_value, gradient_norm
@@ -40,7 +39,6 @@ from lightning_zero.session.session import Dtypes
 
 __all__ = ["PrecisionName", "ZeroPrecision", "precision_property", "unwrapped"]
 
-BuffersName = Literal["cast", "keep"]
 PrecisionName = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -77,9 +75,6 @@ class ZeroPrecision(Dtypes, Precision):
         reduce_dtype: dtype of gradient averaging under mixed precision. ``float32`` is exact; a 16-bit dtype halves
             gradient traffic and gradient memory.
         scaler: a ``torch.amp.GradScaler`` for ``16-mixed``; ``None`` for the default one.
-        buffers: under ``bf16-true`` and ``16-true``. ``cast``: the whole module is in 16 bit, as with Lightning.
-            ``keep``: buffers, batch norm layers and metrics stay in ``float32``. That is more exact for values that
-            16 bits cannot hold (rotary frequencies, running statistics), and differs from DDP's numbers.
         full_precision: under mixed precision, class names of modules that compute with ``float32`` parameters. Name
             the modules that your code calls with autocast switched off. Naming the whole module (your
             ``LightningModule``) gives DDP's numbers under autocast, for twice the memory and traffic of the weights to
@@ -100,7 +95,6 @@ class ZeroPrecision(Dtypes, Precision):
         precision: PrecisionName = "32-true",
         reduce_dtype: DtypeName | None = None,
         scaler: torch.amp.GradScaler | None = None,
-        buffers: BuffersName = "cast",
         full_precision: Sequence[str] = (),
         autocast: bool = True,
     ) -> None:
@@ -108,33 +102,28 @@ class ZeroPrecision(Dtypes, Precision):
             raise ValueError(
                 f"ZeroPrecision takes one of {', '.join(get_args(PrecisionName))}, got precision={precision!r}."
             )
-        if reduce_dtype is not None and (reduce_dtype not in _DTYPES or precision not in MIXED_DTYPES):
+        if reduce_dtype not in (None, *_DTYPES):
+            raise ValueError(f"reduce_dtype must be one of {', '.join(_DTYPES)}, got reduce_dtype={reduce_dtype!r}.")
+        if isinstance(full_precision, str) or not all(isinstance(name, str) for name in full_precision):
             raise ValueError(
-                f"reduce_dtype must be one of {', '.join(_DTYPES)} and only applies to bf16-mixed and 16-mixed, got "
-                f"reduce_dtype={reduce_dtype!r} with precision={precision!r}."
+                "full_precision must be a list of class names such as ['Router'], got "
+                f"full_precision={full_precision!r}."
             )
-        if scaler is not None and precision != "16-mixed":
-            raise ValueError(f"A loss scale is only used with precision='16-mixed', got one with {precision!r}.")
-        if buffers not in get_args(BuffersName) or (buffers == "keep" and precision not in ("bf16-true", "16-true")):
-            raise ValueError(
-                "buffers must be 'cast' or 'keep', and 'keep' only applies to bf16-true and 16-true, got "
-                f"buffers={buffers!r} with precision={precision!r}."
-            )
-        named = not isinstance(full_precision, str) and all(isinstance(name, str) for name in full_precision)
-        if full_precision and (precision not in MIXED_DTYPES or not named):
-            raise ValueError(
-                "full_precision must be a list of class names such as ['Router'], and only applies to bf16-mixed and "
-                f"16-mixed, got full_precision={full_precision!r} with precision={precision!r}."
-            )
-        if not autocast and precision not in MIXED_DTYPES:
-            raise ValueError(
-                f"Only bf16-mixed and 16-mixed run under autocast, got autocast={autocast!r} with "
-                f"precision={precision!r}. Leave autocast out."
-            )
+        mixed = tuple(MIXED_DTYPES)
+        for name, value, given, usable in (
+            ("reduce_dtype", reduce_dtype, reduce_dtype is not None, mixed),
+            ("scaler", scaler, scaler is not None, ("16-mixed",)),
+            ("full_precision", full_precision, bool(full_precision), mixed),
+            ("autocast", autocast, not autocast, mixed),
+        ):
+            if given and precision not in usable:
+                raise ValueError(
+                    f"{name} only applies to {' and '.join(usable)}, got {name}={value!r} with {precision=}. Leave "
+                    f"{name} out."
+                )
         self.precision = precision
         self.autocast = autocast
         self.full_precision: Sequence[str] = tuple(full_precision)
-        self.buffers = buffers
         self.scaler: LossScaler | None = None
         if precision == "16-mixed":
             self.scaler = LossScaler() if scaler is None else LossScaler.of(scaler)
@@ -186,12 +175,9 @@ class ZeroPrecision(Dtypes, Precision):
     # ------------------------------------------------------------------- dtypes
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Cast a module for the ``-true`` precisions, as Lightning's own plugins do unless buffers are to be kept."""
+        """Cast a module for the ``-true`` precisions, as Lightning's own plugins do."""
         dtype = TRUE_DTYPES.get(self.precision)
-        if self.buffers == "keep":
-            for parameter in self._cast_parameters(module):
-                parameter.data = parameter.data.to(dtype)
-        elif self.precision == "64-true":
+        if self.precision == "64-true":
             module.double()
         elif dtype is not None:
             module.to(dtype=dtype)
@@ -200,27 +186,16 @@ class ZeroPrecision(Dtypes, Precision):
     def would_cast(self, module: nn.Module) -> bool:
         """Whether ``convert_module`` changes a parameter: then the parameters' values must be in memory first."""
         dtype = TRUE_DTYPES.get(self.precision)
-        return any(parameter.dtype is not dtype for parameter in self._cast_parameters(module))
-
-    def _cast_parameters(self, module: nn.Module) -> Iterator[nn.Parameter]:
-        """Floating ones made of one tensor each."""
-        for child in module.modules() if self.precision in TRUE_DTYPES else ():
-            if self.buffers == "keep" and isinstance(child, Metric | BatchNorm):
-                continue
-            for parameter in child._parameters.values():
-                if parameter is not None and parameter.is_floating_point():
-                    composed: bool = is_traceable_wrapper_subclass(parameter)
-                    if not composed:
-                        yield parameter
+        for parameter in nn.Module.parameters(module) if dtype is not None else ():
+            composed: bool = is_traceable_wrapper_subclass(parameter)
+            if parameter.is_floating_point() and parameter.dtype is not dtype and not composed:
+                return True
+        return False
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         """New floating tensors get the precision's dtype."""
         dtype = TRUE_DTYPES.get(self.precision)
         return nullcontext() if dtype is None else _DtypeContextManager(dtype)
-
-    def module_init_context(self) -> AbstractContextManager[Any]:
-        """New modules likewise; where buffers are kept they are built in their own dtype, and cast afterwards."""
-        return nullcontext() if self.buffers == "keep" else self.tensor_init_context()
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:

@@ -292,7 +292,7 @@ class ZeroStrategy(Processes, ParallelStrategy):
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]
         """Where tensors are made while a module is built: on the host, because only parts stay on the device."""
         plugin: ZeroPrecision = self.precision_plugin
-        return plugin.module_init_context()
+        return plugin.tensor_init_context()
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Run ``configure_optimizers`` on the real parameters, then put shards there. Collective: every rank."""

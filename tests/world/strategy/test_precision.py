@@ -157,14 +157,12 @@ def the_trainer_s_flag_is_the_plugin() -> Row:
     (yield run)
 
 
-def buffers_and_batch_norm_stay_in_float32(true: bool) -> Row:
-    """In mixed precision, and where they are to be kept."""
-    names = ("bf16-true", "16-true") if true else ("bf16-mixed", "16-mixed")
-    options: dict[str, Any] = {"buffers": "keep"} if true else {}
+def buffers_and_batch_norm_stay_in_float32() -> Row:
+    """In mixed precision."""
 
     def run(rank: int) -> list[tuple[str, dict[str, torch.dtype], set[torch.dtype]]]:
         found = []
-        for name in names:
+        for name in ("bf16-mixed", "16-mixed"):
             for stage in STAGES:
                 inside: set[torch.dtype] = set()
                 probe = Probe(NORMED)
@@ -173,7 +171,7 @@ def buffers_and_batch_norm_stay_in_float32(true: bool) -> Row:
                     inside.add(module.weight.dtype)
 
                 probe.model.norm.register_forward_pre_hook(note)
-                fit(probe, stage=stage, micro_steps=2, options={"plugins": make_plugin(name, **options)})
+                fit(probe, stage=stage, micro_steps=2, options={"plugins": make_plugin(name)})
                 dtypes = {key: buffer.dtype for key, buffer in probe.named_buffers() if buffer.is_floating_point()}
                 dtypes["norm"] = probe.model.norm.weight.dtype
                 found.append((f"{name}, stage {stage}", dtypes, inside))
@@ -250,25 +248,17 @@ def true_half_precision_is_ddp_s(make: Callable[[], Net], precision: str) -> Row
     runs.assert_same(results)
 
 
-def buffers_of_a_module_on_meta(buffers: Any) -> Row:
-    """Made and cast, or kept, as where the module is built on the CPU."""
+def buffers_of_a_module_on_meta() -> Row:
+    """Made and cast as where the module is built on the CPU."""
 
     def play(rank: int) -> list[dict[str, Any]]:
         with runs.quiet():
-            return [
-                half_run(runs.zero(3), module, ZeroPrecision("bf16-true", buffers=buffers))
-                for module in (Configured(), OnMeta())
-            ]
+            return [half_run(runs.zero(3), module, ZeroPrecision("bf16-true")) for module in (Configured(), OnMeta())]
 
     for built, on_meta in (yield play):
-        expected = torch.bfloat16 if buffers == "cast" else torch.float32
         for name in ("inv_freq", "made_here", "added", "norm.running_mean", "norm.weight"):
-            assert built["again"]["weights"][f"model.{name}"].dtype is expected, name
-            assert on_meta["again"]["weights"][f"model.{name}"].dtype is expected, name
-        if buffers == "keep":
-            exact = Rotary()
-            for name in ("inv_freq", "made_here"):
-                assert torch.equal(built["weights"][f"model.{name}"], getattr(exact, name)), name
+            assert built["again"]["weights"][f"model.{name}"].dtype is torch.bfloat16, name
+            assert on_meta["again"]["weights"][f"model.{name}"].dtype is torch.bfloat16, name
         for name in ("inv_freq", "made_here"):  # the latter is computed in 16 bits, or cast to them
             assert torch.allclose(*(run["weights"][f"model.{name}"] for run in (built, on_meta)), rtol=1e-2), name
         for run in (built, on_meta):
@@ -378,10 +368,10 @@ def test_buffers_norms_and_modules_in_full_precision(tmp_path: Path) -> None:
         2,
         the_trainer_s_flag_is_the_plugin(),
         full_parameters_shows_masters_in_the_middle_of_training(),
-        *map(buffers_and_batch_norm_stay_in_float32, (False, True)),
+        buffers_and_batch_norm_stay_in_float32(),
         true_half_precision_is_ddp_s(lambda: Net(Rotary), "bf16-true"),
         true_half_precision_is_ddp_s(Configured, "16-true"),
-        *map(buffers_of_a_module_on_meta, ("cast", "keep")),
+        buffers_of_a_module_on_meta(),
         *map(wide_inputs_of_narrow_norms, MIXED),
         a_module_may_compute_in_full_precision(),
         a_module_in_full_precision_has_the_bits_of_autocast(),
@@ -565,10 +555,7 @@ SETTINGS: list[tuple[Callable[[], Any], str]] = [
     (lambda: ZeroPrecision("16"), "precision='16'"),
     (lambda: ZeroPrecision("bf16-true", reduce_dtype="float32"), "only applies to bf16-mixed and 16-mixed"),
     (lambda: ZeroPrecision("bf16-mixed", reduce_dtype="int8"), "reduce_dtype='int8'"),
-    (lambda: ZeroPrecision("bf16-mixed", scaler=LossScaler()), "only used with precision='16-mixed'"),
-    (lambda: ZeroPrecision("bf16-true", buffers="none"), "buffers='none'"),
-    (lambda: ZeroPrecision("bf16-mixed", buffers="keep"), "'keep' only applies to bf16-true and 16-true"),
-    (lambda: ZeroPrecision("64-true", buffers="keep"), "'keep' only applies to bf16-true and 16-true"),
+    (lambda: ZeroPrecision("bf16-mixed", scaler=LossScaler()), "scaler only applies to 16-mixed"),
     (lambda: ZeroPrecision("bf16-true", autocast=False), "autocast=False with precision='bf16-true'"),
 ]
 
@@ -753,7 +740,7 @@ def all_computes_in_16_bits_without_autocast(folder: Path) -> Row:
 def test_a_class_in_full_precision_has_to_be_there() -> None:
     with pytest.raises(ValueError, match=r"full_precision names \['Nobody'\]"):
         build_plan(Islands(), world_size=2, param_dtype=torch.bfloat16, full_precision=["Nobody"])
-    with pytest.raises(ValueError, match="full_precision must be a list"):
+    with pytest.raises(ValueError, match="full_precision only applies to"):
         ZeroPrecision("32-true", full_precision=["Router"])
     with pytest.raises(ValueError, match="a list of class names such as"):
         ZeroPrecision("bf16-mixed", full_precision=[nn.LayerNorm])
