@@ -30,7 +30,7 @@ from lightning_zero.checkpoint import StoredTensor
 from lightning_zero.checkpoint.consolidated import SUMMARY_KEY
 from lightning_zero.config import SessionSettings, StageLike, TimeoutLike
 from lightning_zero.errors import ParameterAccessError
-from lightning_zero.optim.gradients import clip_by_norm, clip_by_value, gradient_norm
+from lightning_zero.optim.gradients import clip_by_norm
 from lightning_zero.session.session import ZeroSession
 from lightning_zero.session.state import left_out_of
 from lightning_zero.trainer.precision import precision_property
@@ -261,20 +261,19 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
         Returns their norm before. ``RuntimeError`` on every rank if it is not finite, with ``error_if_nonfinite``.
         """
         self.precision.unscale_gradients(optimizer)
-        gradients = self.adapter(optimizer).gradients()
-        norm = gradient_norm(self.adapter(optimizer).gradients(counted=True), self.engine.totals, float(norm_type))
+        norm: Tensor = self.precision.gradient_norm(optimizer, float(norm_type))
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
                 f"The gradients' norm of order {norm_type} is {norm.item()}, and cannot be clipped. To go on all the "
                 "same, pass `error_if_nonfinite=False`."
             )
-        clip_by_norm(gradients, float(max_norm), norm)
+        clip_by_norm(self.adapter(optimizer).gradients(), float(max_norm), norm)
         return norm
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
         """Clamp every element of the gradients of one optimizer. Collective: every rank."""
         self.precision.unscale_gradients(optimizer)
-        clip_by_value(self.adapter(optimizer).gradients(), float(clip_val))
+        self.precision.clip_grad_by_value(optimizer, clip_val)
 
     # -------------------------------------------------------------- checkpoints
 

@@ -23,7 +23,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import precision as pytorch
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -290,21 +289,17 @@ class ZeroPrecision(Dtypes, Precision):
             scaler.stepped(optimizer)
         return result
 
-    def clip_gradients(
-        self,
-        optimizer: Optimizer,
-        clip_val: int | float | None = 0.0,
-        gradient_clip_algorithm: GradClipAlgorithmType | str | None = GradClipAlgorithmType.NORM,
-    ) -> None:
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clamp every element of the gradients of one optimizer. Collective: every rank."""
+        clip_by_value(self._sharded(optimizer).gradients(), float(clip_val))
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip the gradients of one optimizer over all ranks. Collective: every rank."""
-        if not clip_val or clip_val <= 0:
-            return
-        gradients = self._sharded(optimizer).gradients()
-        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
-            clip_by_value(gradients, float(clip_val))
-        else:
-            norm = gradient_norm(self._sharded(optimizer).gradients(counted=True), self._totals)
-            clip_by_norm(gradients, float(clip_val), norm)
+        clip_by_norm(self._sharded(optimizer).gradients(), float(clip_val), self.gradient_norm(optimizer))
+
+    def gradient_norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor:
+        """The norm of the gradients of one optimizer over all ranks. Collective: every rank."""
+        return gradient_norm(self._sharded(optimizer).gradients(counted=True), self._totals, norm_type)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Undo the loss scale in the gradients of one optimizer, once before its step. Collective: every rank."""
