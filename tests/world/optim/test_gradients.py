@@ -236,7 +236,7 @@ def test_a_norm_of_nothing_and_a_wide_one_are_on_the_device() -> None:
 def test_no_host_waits_in_the_precision_plugin(algorithm: str) -> None:
     gradients, precision = on_device(), ZeroPrecision()
     adapter: Any = lambda optimizer: SimpleNamespace(gradients=lambda counted=False: gradients)  # noqa: E731
-    precision.attach(META, accelerator(), adapter, lambda optimizer: None)
+    precision.attach(META, accelerator(), adapter)
     with HostWaits() as host:
         precision.clip_gradients(torch.optim.SGD([torch.zeros(1)], lr=1.0), 0.5, algorithm)
     assert host.waits == 0
