@@ -19,7 +19,7 @@ from lightning_zero.registry import extension
 
 __all__ = ["ActivationsLike", "ActivationPolicy", "CheckpointLike", "CheckpointPolicy", "Compression", "UnitsLike"]
 __all__ += ["HostOffload", "LoaderPolicy", "LoadersLike", "MeshSize", "NvmeOffload", "Offload", "OffloadLike"]
-__all__ += ["Placement", "Residence", "RoundedFormat", "SessionSettings", "ShardWithin", "Stage", "StageLike", "Tier"]
+__all__ += ["Placement", "RoundedFormat", "SessionSettings", "ShardWithin", "Stage", "StageLike", "Tier"]
 __all__ += ["TimeoutLike", "Uneven"]
 __all__ += ["check_whole", "parse_size", "validate_activations", "validate_bucket_mib", "validate_loaders"]
 __all__ += ["validate_offload", "validate_prefetch", "validate_timeout", "validate_units"]
@@ -72,49 +72,39 @@ def check_whole(name: str, value: object, *, least: int, unit: str) -> int:
     return value
 
 
-class Residence(Enum):
-    """Who holds a kind of bytes between uses."""
-
-    REPLICATED = "replicated"
-    SHARDED = "sharded"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """Where parameters, gradients and optimizer state stay between uses.
 
-    Sharded ``parameters`` are freed whenever their unit does not compute, sharded ``gradients`` are reduced and freed
-    in every backward. ``span``: ranks that share what is sharded, in groups that each hold all of it; ``None``: all.
-    ``keeping``: ranks of a host, each of which keeps a part of the weights that came from other hosts. ``feedback``:
-    ranks that divide what is rounded of a gradient, each of which keeps what it loses.
+    Sharded parameters are freed whenever their unit does not compute, sharded gradients are reduced and freed in every
+    backward. Optimizer state is always sharded: that is what ZeRO is. ``span``: ranks that share what is sharded, in
+    groups that each hold all of it; ``None``: all. ``keeping``: ranks of a host, each of which keeps a part of the
+    weights that came from other hosts. ``feedback``: ranks that divide what is rounded of a gradient, each of which
+    keeps what it loses.
 
     Source: ZeRO, sections 5.1 to 5.3 (arXiv:1910.02054); MiCS, for the span (arXiv:2205.00119).
     """
 
-    parameters: Residence
-    gradients: Residence
+    shards_parameters: bool
+    shards_gradients: bool
     span: int | None = None
     keeping: int | None = None
     feedback: int | None = None
 
-    optimizer: ClassVar[Residence] = Residence.SHARDED
-    """Every rank updates its own part only: that is what ZeRO is. With a replicated optimizer there is plain DDP."""
-
     def __post_init__(self) -> None:
-        if self.parameters is Residence.SHARDED and self.gradients is not Residence.SHARDED:
+        if self.shards_parameters and not self.shards_gradients:
             raise ValueError("Placement with sharded parameters needs sharded gradients.")
         if self.span is not None:
             check_whole("Placement.span", self.span, least=1, unit="ranks, or None")
 
     @property
-    def shards_parameters(self) -> bool:
-        """Whether full parameters exist only while their unit computes."""
-        return self.parameters is Residence.SHARDED
+    def words(self) -> dict[str, str]:
+        """Who holds each between uses, for people and checkpoints."""
+        sharded = {"parameters": self.shards_parameters, "gradients": self.shards_gradients, "optimizer": True}
+        return {what: "sharded" if it_is else "replicated" for what, it_is in sharded.items()}
 
-    @property
-    def shards_gradients(self) -> bool:
-        """Whether gradients are reduced in every backward and kept as shards."""
-        return self.gradients is Residence.SHARDED
+    def __str__(self) -> str:
+        return ", ".join(f"{what} {word}" for what, word in self.words.items())
 
     @classmethod
     def from_stage(cls, stage: int | str) -> Placement:
@@ -142,9 +132,9 @@ class Placement:
 
 
 _PLACEMENTS = {
-    1: Placement(parameters=Residence.REPLICATED, gradients=Residence.REPLICATED),
-    2: Placement(parameters=Residence.REPLICATED, gradients=Residence.SHARDED),
-    3: Placement(parameters=Residence.SHARDED, gradients=Residence.SHARDED),
+    1: Placement(shards_parameters=False, shards_gradients=False),
+    2: Placement(shards_parameters=False, shards_gradients=True),
+    3: Placement(shards_parameters=True, shards_gradients=True),
 }
 
 

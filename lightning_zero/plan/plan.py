@@ -41,7 +41,6 @@ from lightning_zero.config import (
     Offload,
     OffloadLike,
     Placement,
-    Residence,
     Tier,
     UnitsLike,
     check_whole,
@@ -425,8 +424,7 @@ class ZeroPlan:
         if offload is not None:
             offloaded = f"{offload.tier.value} (optimizer {offload.optimizer}, parameters {offload.parameters})"
         lines = [
-            f"plan: world size {self.world_size}, parameters {placement.parameters.value}, "
-            f"gradients {placement.gradients.value}, optimizer {placement.optimizer.value}, "
+            f"plan: world size {self.world_size}, {placement}, "
             f"prefetch {self.prefetch}, root {self.root}, offload {offloaded}"
             + (f", shard groups of {self.group_size}" if self.group_size != self.world_size else "")
         ]
@@ -507,7 +505,7 @@ class ZeroPlan:
         parameters, rules = [held.spec for held in tree.parameters], validate_units(units)
         if group_size == 1 and offload is None and all(dtypes.compute(spec) == spec.dtype for spec in parameters):
             # Its shard is the whole, and what the module computes with: no slot, no gather, no hook around a unit.
-            placement = replace(placement, parameters=Residence.REPLICATED)
+            placement = replace(placement, shards_parameters=False)
         gathers, reduces = placement.shards_parameters, placement.shards_gradients
         if gathers:
             specs = find_units(tree, rules)

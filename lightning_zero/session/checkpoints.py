@@ -252,6 +252,5 @@ def _absolute(path: str | os.PathLike[str]) -> str:
 
 def _summary(engine: ZeroEngine, precision: str) -> dict[str, Any]:
     """How the run is partitioned, for people."""
-    plan = engine.plan
-    placed = {part: getattr(plan.placement, part).value for part in ("parameters", "gradients", "optimizer")}
+    plan, placed = engine.plan, engine.plan.placement.words
     return {"world_size": plan.world_size, **placed, "fingerprint": plan.fingerprint(), "precision": precision}

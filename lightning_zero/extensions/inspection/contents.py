@@ -176,7 +176,7 @@ def _plan_facts(plan: Mapping[str, Any], world_size: str) -> dict[str, str]:
     stages = []
     for stage in get_args(Stage):
         placement = Placement.from_stage(stage)
-        if placed == {key: getattr(placement, key).value for key in _RESIDENCES}:
+        if placed == placement.words:
             stages.append(f"stage {stage}")
     return {
         "world size": world_size or str(plan.get("world_size", "")),

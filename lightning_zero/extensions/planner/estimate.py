@@ -544,8 +544,7 @@ def describe_plan(
     """What ``ZeroPlan.describe`` says: units, totals, traffic and memory."""
     placement, offload = plan.placement, plan.offload
     lines = [
-        f"Plan for {plan.world_size} ranks: parameters {placement.parameters.value}, gradients "
-        f"{placement.gradients.value}, optimizer {placement.optimizer.value}; prefetch {plan.prefetch}"
+        f"Plan for {plan.world_size} ranks: {placement}; prefetch {plan.prefetch}"
         + (f"; shard groups of {plan.group_size}" if plan.group_size != plan.world_size else "")
         + (f"; of each tensor-parallel group of {ranks} one rank" if (ranks := _tensor_ranks(plan)) > 1 else "")
     ]
