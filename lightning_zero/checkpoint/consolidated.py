@@ -15,8 +15,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -49,13 +47,11 @@ __all__ = [
     "FEEDBACK_KEY",
     "RANDOM_KEY",
     "SUMMARY_KEY",
-    "Export",
     "FileFormat",
     "by_parameter_index",
     "consolidate_checkpoint",
     "save_consolidated_file",
     "with_holes",
-    "write_export",
 ]
 
 RANDOM_KEY = "random_state"
@@ -203,87 +199,78 @@ def consolidate_checkpoint(
         CheckpointError: if the source is damaged or no checkpoint, or a file could not be written, naming it.
         ExtensionError: for safetensors, if the extension ``formats`` was deleted.
     """
-    target = local_path(out)
-    export = Export(
-        source=os.fspath(source),
-        target=target,
-        kind=_kind(target, format),
-        limit=parse_size(max_shard_size),
-        dtype=_floating(dtype),
-        weights_only=weights_only,
-        prefix=prefix,
-        progress=progress,
-    )
-    if prefix is not None and export.kind == "ckpt" and not weights_only:
+    target, limit, cast = local_path(out), parse_size(max_shard_size), _floating(dtype)
+    kind = _kind(target, format)
+    if prefix is not None and kind == "ckpt" and not weights_only:
         raise ValueError("prefix renames weights, with which a checkpoint to resume from would not fit its own model.")
+    is_folder = kind == "safetensors" and target.suffix.lower() != ".safetensors"
+    why = f"'{target}' is to be of safetensors."
+    formats: Any = extension("formats", why=why) if kind == "safetensors" else None
+    overflowed: set[Hashable] = set()
     try:
-        if export.is_one_file and os.path.lexists(target):
-            raise export.exists(target)
-        if export.kind == "ckpt":
-            return [_write_torch(export)]
-        why = f"'{target}' is to be of the format '{export.kind}'."
-        written: list[Path] = extension("formats", why=why).export(export)
-        return written
+        there = formats.weights_in(target) if is_folder else [target][: os.path.lexists(target)]
+        if there:
+            raise ValueError(f"'{there[0]}' exists: write to another place, or delete it first.")
+        checkpoint = _opened(os.fspath(source))
+        weights = _without(prefix, checkpoint["state_dict"])
+        if formats is not None:
+            files, holes = formats.layouts(weights, target, limit if is_folder else None, cast, prefix)
+        else:
+            dropped = _TRAINING_STATE if weights_only else ()
+            content = {key: with_holes(value, None) for key, value in checkpoint.items() if key not in dropped}
+            holes = {n: with_holes(value, cast if isinstance(value, Tensor) else None) for n, value in weights.items()}
+            files = {target: TorchFile(_with_indices({**content, "state_dict": holes}))}
+        nbytes = sum(layout.nbytes for layout in files.values())
+        hidden = None if progress else True  # None: where there is no terminal
+        bar = tqdm(total=nbytes, desc=target.name, unit="B", unit_scale=True, disable=hidden)
+        with bar, ExitStack() as stack:
+            staged = {path: stack.enter_context(StagedFile(path)) for path in files}
+            for path, file in staged.items():
+                overflowed |= _write(file, files[path], bar.update)
+            for file in staged.values():
+                file.publish()
     except OSError as error:
         raise CheckpointError(f"Could not write '{target}': {error}.") from error
+    if names := [name for name, hole in holes.items() if isinstance(hole, Hole) and hole.key in overflowed]:
+        warnings.warn(
+            f"{len(names)} weights have values that are too large for the dtype and became infinite, for example "
+            f"'{names[0]}'. `bfloat16` has the range of `float32`.",
+            stacklevel=2,
+        )
+    return [*files]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Export:
-    """What ``consolidate_checkpoint`` was asked for; the source is opened when it is needed."""
+def _opened(source: str) -> dict[str, Any]:
+    """A checkpoint with weights, and its partition if it is one of ours. Warns of weights that were not saved."""
+    checkpoint = open_checkpoint(source, ControlGroup(None))
+    found = find_checkpoint(source)
+    summary = checkpoint.get(SUMMARY_KEY, {})
+    if found.kind is Kind.OWN and isinstance(summary, dict):
+        summary = {**summary, "plan": Decoder().decode(found.directory.record.plan)}
+        of_ranks = (FEEDBACK_KEY, RANDOM_KEY)
+        checkpoint[SUMMARY_KEY] = {key: value for key, value in summary.items() if key not in of_ranks}
+    if not isinstance(checkpoint.get("state_dict"), Mapping):
+        raise CheckpointError(f"'{source}' holds no weights: there is no `state_dict` in it.")
+    if excluded := summary.get("excluded_frozen") if isinstance(summary, Mapping) else None:
+        warnings.warn(
+            f"'{source}' was saved without its {len(excluded)} frozen parameters ({excluded[0]}, ...), so they are not "
+            "in what is written either.",
+            stacklevel=3,
+        )
+    return checkpoint
 
-    source: str
-    target: Path
-    kind: FileFormat
-    limit: int  # bytes of a file in a directory
-    dtype: torch.dtype | None
-    weights_only: bool
-    prefix: str | None
-    progress: bool
 
-    @property
-    def is_one_file(self) -> bool:
-        """Whether one file is written, and no directory."""
-        named = self.target.suffix.lower() == ".safetensors"
-        return self.kind == "ckpt" or (self.kind == "safetensors" and named)
-
-    def exists(self, path: Path) -> ValueError:
-        """What to raise if something is there."""
-        return ValueError(f"'{path}' exists: write to another place, or delete it first.")
-
-    @cached_property
-    def checkpoint(self) -> dict[str, Any]:
-        """The checkpoint, with its partition if it is one of ours."""
-        checkpoint = open_checkpoint(self.source, ControlGroup(None))
-        found = find_checkpoint(self.source)
-        summary = checkpoint.get(SUMMARY_KEY, {})
-        if found.kind is Kind.OWN and isinstance(summary, dict):
-            summary = {**summary, "plan": Decoder().decode(found.directory.record.plan)}
-            of_ranks = (FEEDBACK_KEY, RANDOM_KEY)
-            checkpoint[SUMMARY_KEY] = {key: value for key, value in summary.items() if key not in of_ranks}
-        if not isinstance(checkpoint.get("state_dict"), Mapping):
-            raise CheckpointError(f"'{self.source}' holds no weights: there is no `state_dict` in it.")
-        return checkpoint
-
-    def weights(self) -> dict[str, Any]:
-        """The weights with their names to be. Warns of those that were not saved."""
-        own = self.checkpoint.get(SUMMARY_KEY)
-        if excluded := own.get("excluded_frozen") if isinstance(own, Mapping) else None:
-            warnings.warn(
-                f"'{self.source}' was saved without its {len(excluded)} frozen parameters ({excluded[0]}, ...), so "
-                "they are not in what is written either.",
-                stacklevel=3,
-            )
-        state: Mapping[str, Any] = self.checkpoint["state_dict"]
-        if not self.prefix:
-            return dict(state)
-        prefix = self.prefix.removesuffix(".") + "."  # it names a module
-        renamed = {name.removeprefix(prefix): value for name, value in state.items()}
-        if not any(name.startswith(prefix) for name in state):
-            raise ValueError(f"prefix={prefix!r}: no weight's name begins so; the first are {list(state)[:3]}.")
-        if len(renamed) != len(state):
-            raise ValueError(f"prefix={prefix!r}: without it, two weights would have the same name.")
-        return renamed
+def _without(prefix: str | None, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Weights by name, without the name of a module."""
+    if not prefix:
+        return dict(state)
+    prefix = prefix.removesuffix(".") + "."
+    renamed = {name.removeprefix(prefix): value for name, value in state.items()}
+    if not any(name.startswith(prefix) for name in state):
+        raise ValueError(f"prefix={prefix!r}: no weight's name begins so; the first are {list(state)[:3]}.")
+    if len(renamed) != len(state):
+        raise ValueError(f"prefix={prefix!r}: without it, two weights would have the same name.")
+    return renamed
 
 
 def _kind(target: Path, given: str | None) -> FileFormat:
@@ -314,43 +301,12 @@ def _floating(given: str | torch.dtype | None) -> torch.dtype | None:
     return dtype
 
 
-def write_export(export: Export, files: Mapping[Path, Any], weights: Mapping[str, Any]) -> None:
-    """Write the files of an export by their layouts. A warning names those of the ``weights`` that became infinite."""
-    overflowed: set[Hashable] = set()
-    nbytes = sum(layout.nbytes for layout in files.values())
-    hidden = None if export.progress else True  # None: where there is no terminal
-    bar = tqdm(total=nbytes, desc=export.target.name, unit="B", unit_scale=True, disable=hidden)
-    with bar, ExitStack() as stack:
-        staged = {path: stack.enter_context(StagedFile(path)) for path in files}
-        for path, file in staged.items():
-            overflowed |= _write(file, files[path], bar.update)
-        for file in staged.values():
-            file.publish()
-    if names := [name for name, hole in weights.items() if isinstance(hole, Hole) and hole.key in overflowed]:
-        warnings.warn(
-            f"{len(names)} weights have values that are too large for the dtype and became infinite, for example "
-            f"'{names[0]}'. `bfloat16` has the range of `float32`.",
-            stacklevel=4,
-        )
-
-
 def _write(file: StagedFile, layout: Any, advance: Callable[[int], Any] = lambda nbytes: None) -> set[Hashable]:
     """Write what a layout says, durably. Returns the keys of places where a cast made elements infinite."""
     with new_file(file.path) as opened:
         written = ChecksummedFile(opened, torch.serialization.get_crc32_options(), advance)
         written.write_archive(layout)
     return written.overflowed
-
-
-def _write_torch(export: Export) -> Path:
-    dropped = _TRAINING_STATE if export.weights_only else ()
-    content = {key: with_holes(value, None) for key, value in export.checkpoint.items() if key not in dropped}
-    content["state_dict"] = {
-        name: with_holes(value, export.dtype if isinstance(value, Tensor) else None)
-        for name, value in export.weights().items()
-    }
-    write_export(export, {export.target: TorchFile(_with_indices(content))}, content["state_dict"])
-    return export.target
 
 
 def with_holes(value: Any, cast: torch.dtype | None) -> Any:

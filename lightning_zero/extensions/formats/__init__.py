@@ -13,16 +13,17 @@ from lightning_zero.checkpoint.format.stored import StoredTensor
 from lightning_zero.checkpoint.load import Found, Kind
 from lightning_zero.checkpoint.storage.files import open_folder, samples
 from lightning_zero.extensions.formats.deepspeed import deepspeed_folder, read_deepspeed_directory
-from lightning_zero.extensions.formats.huggingface import (
+from lightning_zero.extensions.formats.names import adapters_in, under_names_of
+from lightning_zero.extensions.formats.safetensors import (
     INDEX_FILE,
     SINGLE_FILE,
-    export,
+    layouts,
+    read_safetensors,
     read_safetensors_directory,
+    weights_in,
 )
-from lightning_zero.extensions.formats.names import adapters_in, under_names_of
-from lightning_zero.extensions.formats.safetensors import read_safetensors
 
-__all__ = ["adapters_in", "export", "find", "read", "under_names_of"]
+__all__ = ["adapters_in", "find", "layouts", "read", "under_names_of", "weights_in"]
 
 
 def find(path: str | os.PathLike[str]) -> Found | None:

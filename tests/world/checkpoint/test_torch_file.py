@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_zero.checkpoint.format.torch_file import Hole, TorchFile
 from lightning_zero.checkpoint.format.typed_json import raw_memory
 from lightning_zero.checkpoint.storage.publish import StagedFile, Staging
-from lightning_zero.extensions.formats.huggingface import SafetensorsFile
+from lightning_zero.extensions.formats.safetensors import SafetensorsFile
 
 VALUES: dict[str, Tensor] = {
     **{
