@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
@@ -16,11 +17,17 @@ from tests.helpers.parallel import (
     VOCABULARY,
     WIDTH,
     Llama,
+    Mlp,
     Parallel,
+    adamw,
     alone,
     distance,
+    drawn,
     fit,
+    gelu_plan,
     llama_plan,
+    loss_of,
+    made,
     quiet,
 )
 from tests.helpers.split import Feed
@@ -146,6 +153,102 @@ def test_models_of_other_shapes() -> None:
                 found.append(fit(zero(stage, 2, build), module, 5, precision="64-true"))
                 assert (far := distance(expected, found[-1])) < 1e-12, f"{kind}, stage {stage}: {far}"
             assert same(*found), kind
+
+    run_world(4, run, timeout=200.0)
+
+
+def parts_of(parameters: Any) -> tuple[list[Any], list[Any]]:
+    """Those of the last block, and the others."""
+    named = list(parameters)
+    return [p for name, p in named if "blocks.1" in name], [p for name, p in named if "blocks.1" not in name]
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+class Alternating(Parallel):
+    """Two optimizers, stepped on by hand: one in each step, after clipping, the other in each second one. In these the
+    first block is left out."""
+
+    def __init__(self) -> None:
+        super().__init__(Mlp, gelu_plan, F64)
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        own, others = parts_of(self.named_parameters())
+        return adamw(own), momentum(others)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        tokens, targets = self.rows(int(batch))
+        both: Any = self.optimizers()
+        self.manual_backward(loss_of(partly(self.net, tokens, batch), targets))
+        self.clip_gradients(both[0], 0.05, "norm")
+        for optimizer in both[: 1 + batch % 2]:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def partly(net: Mlp, tokens: Tensor, step: int) -> Tensor:
+    x = net.embedding(tokens)
+    for block in net.blocks[step % 2 :]:  # type: ignore[union-attr]
+        x = block(x)
+    return net.head(net.norm(x))
+
+
+class Thawing(BaseFinetuning):
+    """Thaws the last block after an epoch."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        """It is frozen where it is made."""
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net.blocks[1], optimizer, lr=0.01, initial_denom_lr=1.0)
+
+
+def frozen(net: Mlp, frozen: bool = True) -> None:
+    net.blocks[1].requires_grad_(not frozen)
+
+
+def test_optimizers_by_hand_and_thawing() -> None:
+    def step(net: Mlp, index: int, tokens: Tensor, targets: Tensor) -> None:
+        half = len(tokens) // 2  # of a data-parallel group
+        for rows in (slice(0, half), slice(half, None)):
+            (loss_of(partly(net, tokens[rows], index), targets[rows]) / 2).backward()
+
+    by_hand, thawed = made(Mlp, F64), made(Mlp, F64)
+    own, others = parts_of(by_hand.named_parameters())
+    both = adamw(own), momentum(others)
+    for index in range(4):
+        step(by_hand, index, *drawn(index))
+        torch.nn.utils.clip_grad_norm_(own, 0.05)
+        for optimizer in both[: 1 + index % 2]:
+            optimizer.step()
+            optimizer.zero_grad()
+    frozen(thawed)
+    optimizer = adamw([p for p in thawed.parameters() if p.requires_grad])
+    for index in range(4):
+        if index == 2:
+            frozen(thawed, False)
+            optimizer.add_param_group({"params": [*thawed.blocks[1].parameters()], "lr": 0.01})
+        step(thawed, 0, *drawn(index % 2))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def run(rank: int) -> None:
+        for stage in STAGES:
+            for module, net, options in (
+                (Alternating(), by_hand, {"steps": 4}),
+                (
+                    Parallel(Mlp, gelu_plan, F64, change=frozen),
+                    thawed,
+                    {"steps": 2, "max_epochs": 2, "callbacks": [Thawing()]},
+                ),
+            ):
+                found = fit(zero(stage, 2, Mlp), module, precision="64-true", **options)["weights"]  # type: ignore[arg-type]
+                for name, value in net.named_parameters():
+                    assert (found[f"net.{name}"] - value).abs().max() < 1e-12, (stage, name)
 
     run_world(4, run, timeout=200.0)
 
