@@ -122,7 +122,6 @@ _TOGETHER = (
     "tests/script/examples/test_language_model.py",
     "tests/thorough/races/test_races.py",
     "tests/world/strategy/test_elastic.py",
-    "tests/thorough/offload/test_offload_limits.py",
     "tests/world/strategy/test_portable.py",
 )
 

@@ -141,52 +141,20 @@ WIDTH, HIDDEN = 64, 2048
 
 
 class WireBytes(pl.Callback):
-    """What every step sends and receives, or what of it is between hosts."""
+    """What every step sends and receives between hosts."""
 
-    def __init__(self, hosts: bool = False) -> None:
-        self.hosts = hosts
+    def __init__(self) -> None:
         self.steps: list[tuple[int, int]] = []
-        self.moved: list[int] = []
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        transport = getattr(trainer.strategy.engine.collectives, "transport", None)
         trainer.strategy.engine.control.barrier()
-        self.steps.append(traffic(between_hosts(trainer.strategy.engine.collectives.groups) if self.hosts else None))
-        self.moved.append(0 if transport is None else transport.moved)
+        self.steps.append(traffic(between_hosts(trainer.strategy.engine.collectives.groups)))
 
 
 def wide() -> nn.Module:
     model = Stack(*(Block(WIDTH, HIDDEN) for _ in range(4)))
     model.stem, model.head = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 8)
     return model
-
-
-@pytest.mark.parametrize("wire", ["gloo", "shared memory"])
-def test_a_step_moves_what_the_plan_says(wire: str) -> None:
-    """Agreements and the sockets' own talk come on top: less than 2 % here."""
-
-    def run(rank: int) -> dict[int, tuple[list[tuple[int, int]], list[int], int]]:
-        os.environ[SWITCH] = str(int(wire != "gloo"))
-        model = case("wide", wide, batch=features(8))
-        found = {}
-        for stage in (1, 2, 3):
-            counter = WireBytes()
-            trainer = fit(Probe(model), stage=stage, micro_steps=4, callbacks=[counter], bucket_mib=0.5)
-            expected = trainer.strategy.engine.plan.expected_traffic().total.nbytes
-            sent = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(counter.steps[2:], counter.steps[3:], strict=False)]
-            moved = [b - a for a, b in zip(counter.moved[2:], counter.moved[3:], strict=False)]
-            found[stage] = (sent, moved, expected)
-        return found
-
-    for found in run_world(2, run, timeout=90):
-        for stage, (sent, moved, expected) in found.items():
-            must = expected // 2  # (N - 1) / N of the buffers
-            assert must > 2e6
-            if wire == "gloo":
-                assert all(0.99 * must < count < 1.02 * must for step in sent for count in step), (stage, sent, must)
-            else:
-                assert all(count < 1000 for step in sent for count in step), (stage, sent)
-                assert moved == [must] * len(moved), stage
 
 
 def test_a_step_between_hosts_moves_what_the_plan_says() -> None:
@@ -196,7 +164,7 @@ def test_a_step_between_hosts_moves_what_the_plan_says() -> None:
         model = case("wide", wide, batch=features(8))
         found = {}
         for stage in (1, 2, 3):
-            counter = WireBytes(hosts=True)
+            counter = WireBytes()
             trainer = fit(Probe(model), stage=stage, micro_steps=4, callbacks=[counter], bucket_mib=0.5)
             plan = trainer.strategy.engine.plan
             estimate = estimate_memory(plan, hosts=2).leaving_nbytes(f"zero{stage}")
@@ -220,7 +188,7 @@ def test_a_step_with_secondary_shards_moves_what_the_estimate_says(rounds: bool)
     compression = Compression(weights="int8", gradients="int8") if rounds else None
 
     def run(rank: int) -> tuple[list[int], int]:
-        counter, settings = WireBytes(hosts=True), {"secondary_shards": True, "compression": compression}
+        counter, settings = WireBytes(), {"secondary_shards": True, "compression": compression}
         trainer = fit(
             Probe(case("wide", wide, batch=features(8))), stage=3, micro_steps=4, callbacks=[counter], **settings
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,7 +17,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero import HostOffload
+from lightning_zero import HostOffload, NvmeOffload
+from lightning_zero.config import Offload
 from lightning_zero.extensions.planner.costs import OptimizerCost
 from tests.helpers.allocator import Allocations
 from tests.helpers.cases import Block, Case, case, features
@@ -159,7 +161,7 @@ def measure(
     return rest + watch.most(trainer.strategy), plan.total, {**dict(plan.items()), "scratch": scratch(name)}
 
 
-def measure_offloaded(rank: int, name: str, stage: int, offload: HostOffload) -> tuple[int, int, dict[str, int]]:
+def measure_offloaded(rank: int, name: str, stage: int, offload: Offload) -> tuple[int, int, dict[str, int]]:
     """As ``measure``, of device and host together, which are the same memory here.
 
     The step on the host passes over pieces, for which AdamW makes two tensors each: next to nothing beside a model, but
@@ -214,12 +216,16 @@ def test_memory_at_peak_with_tied_weights() -> None:
         assert found["32-true, stage 1"][2]["raw_gradients"] == two
 
 
-def test_memory_at_peak_with_offload() -> None:
+def test_memory_at_peak_with_offload(tmp_path: Path) -> None:
+    files: dict[str, Any] = {"path": str(tmp_path), "buffer_mib": 1}
+    policies: list[tuple[int, Offload]] = [(2, HostOffload()), (3, HostOffload()), (3, HostOffload(parameters=True))]
+    policies += [(2, NvmeOffload(**files)), (3, NvmeOffload(parameters=True, **files))]
+
     def every(rank: int) -> dict[str, Any]:
         return {
             f"{name}, stage {stage}, {offload}": measure_offloaded(rank, name, stage, offload)
             for name in ("32-true", "bf16-mixed")
-            for stage, offload in ((2, HostOffload()), (3, HostOffload()), (3, HostOffload(parameters=True)))
+            for stage, offload in policies
         }
 
     for rank, found in enumerate(run_world(2, every, timeout=150)):
