@@ -395,9 +395,9 @@ class FileTensor(OffloadedTensor):
 
     It has a shape and a dtype, and no memory. Views of it that are a range of its elements (slices of the first
     dimension, other shapes) are handles on the same elements. ``copy_``, ``fill_`` and ``zero_`` write to the file in
-    pieces, and so does ``copy_`` from it into an ordinary tensor read in pieces; other operations that write in place
-    read the whole handle, compute, and write it back. Whatever else computes with it reads it first and gives ordinary
-    tensors. What would need an address, or a view that is no range, is refused.
+    pieces, and ``copy_`` from it into an ordinary tensor reads in pieces. Whatever else computes with it reads it first
+    and gives ordinary tensors. What would write in place otherwise, or need an address, or a view that is no range, is
+    refused.
 
     Nothing is kept in memory, so two threads must not write to the same elements at a time.
     """
@@ -467,14 +467,16 @@ class FileTensor(OffloadedTensor):
         if func in (aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default):
             args[0].fill(0 if len(args) == 1 else args[1].item() if isinstance(args[1], Tensor) else args[1])
             return args[0]
-        shown, written = _aliased(cls, func, args, kwargs)
-        if shown:
-            return _view(func, shown[0], args, kwargs)
-        if written and torch.Tag.inplace_view in func.tags:
-            raise TypeError(
-                f"{func}: {written[0]} cannot show something else. Use `read()`, and `write()` to change it."
-            )
-        return _compute(func, written, args, kwargs)
+        arguments = func._schema.arguments
+        values = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+        for argument in arguments:  # those that the result shows, or that are written to
+            handles = [leaf for leaf in tree_leaves(values.get(argument.name)) if isinstance(leaf, cls)]
+            if handles and argument.alias_info is not None:
+                if argument.alias_info.is_write:
+                    _refuse(handles[0], f"is not changed by {func}", "Change what `read()` gives, and `write()` that.")
+                return _view(func, handles[0], args, kwargs)
+        args, kwargs = tree_map_only(FileTensor, FileTensor.read, (args, kwargs))
+        return func(*args, **kwargs)
 
     @property
     def data(self) -> Tensor:
@@ -544,19 +546,6 @@ def _copy(target: Tensor, source: Tensor) -> Tensor:
     return target
 
 
-def _aliased(kind: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-    """The tensors of a class among an operator's arguments that it gives a view of, and those that it writes to."""
-    arguments = func._schema.arguments
-    values = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
-    shown: list[Any] = []
-    written: list[Any] = []
-    for argument in arguments:
-        if argument.alias_info is not None:
-            handles = [leaf for leaf in tree_leaves(values.get(argument.name)) if isinstance(leaf, kind)]
-            (written if argument.alias_info.is_write else shown).extend(handles)
-    return shown, written
-
-
 def _view(func: Any, handle: FileTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What ``func`` shows of ``handle``, as handles: torch says which elements those are."""
     meta = torch.empty(handle.shape, dtype=handle.dtype, device="meta")
@@ -574,27 +563,6 @@ def _view(func: Any, handle: FileTensor, args: tuple[Any, ...], kwargs: dict[str
         return FileTensor(handle.region, handle.start + int(view.storage_offset()), view.shape)
 
     return tree_map_only(Tensor, resting, shown)
-
-
-def _compute(func: Any, written: list[FileTensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on the elements, and write those back that it changed."""
-    # By identity of the elements: `x.add_(x.detach())` reads and writes the same ones.
-    loaded: dict[tuple[Any, ...], Tensor] = {}
-
-    def elements(handle: FileTensor) -> Tensor:
-        if handle.identity not in loaded:
-            loaded[handle.identity] = handle.read()
-        return loaded[handle.identity]
-
-    args, kwargs = tree_map_only(FileTensor, elements, (args, kwargs))
-    found = func(*args, **kwargs)
-    owners = {id(elements(handle)): handle for handle in written}
-    for handle in written:
-        if elements(handle).shape != handle.shape:
-            raise TypeError(f"{func}: {handle} cannot get the shape {tuple(elements(handle).shape)}.")
-    for handle in owners.values():
-        handle.write(elements(handle).reshape(-1))
-    return tree_map_only(Tensor, lambda tensor: owners.get(id(tensor), tensor), found)
 
 
 def _refuse(handle: FileTensor, why: str, instead: str) -> NoReturn:
