@@ -241,8 +241,8 @@ class Pipeline:
         """Have ``work`` done on every window, in order, in the caller's thread.
 
         All that is written is in the files when this returns. Until then nobody else may use the elements of these
-        requests. A window whose elements an earlier one still writes is read after that. Requests are taken one by one,
-        some of them ahead of their work, which gets one 1-D tensor for each part, valid until ``work`` returns.
+        requests, of which no two may have some in common. Requests are taken one by one, some of them ahead of their
+        work, which gets one 1-D tensor for each part, valid until ``work`` returns.
 
         Whatever is raised, by a disk, ``requests`` or ``work``, nothing is under way any more then, and what windows
         before have done is written, unless that failed.
@@ -271,7 +271,7 @@ class Pipeline:
                     self._finish_first()
                 else:
                     break
-            if not waiting:  # there is no room, or what comes next is still being written
+            if not waiting:  # there is no room
                 self._finish_first()
             elif self._is_read(waiting[0], or_room=following is not None):
                 self._work(waiting.popleft(), work)
@@ -295,18 +295,10 @@ class Pipeline:
         for part in request.regions:
             spans.append(_span(request.numel, *part, place))
             place += spans[-1].end - spans[-1].begin
-        nbytes = max(place, PAGE_NBYTES)
-        if nbytes > self._pool.nbytes:
-            raise ValueError(
-                f"A window of {request.numel} elements in {len(spans)} parts takes {nbytes} bytes; the pool has "
-                f"{self._pool.nbytes}. Take smaller windows, or a larger `buffer_mib`."
-            )
-        return request, spans, nbytes
+        return request, spans, max(place, PAGE_NBYTES)
 
     def _begin(self, request: Request, spans: list[_Span], nbytes: int) -> _Window | None:
-        """Start to read a window, if there is room and nothing of it is still to be written."""
-        if any(_overlap(spans, window.spans) for window in self._under_way):
-            return None
+        """Start to read a window, if there is room."""
         memory = self._pool.take(nbytes)
         if memory is None:
             return None
@@ -372,18 +364,6 @@ def _span(numel: int, tensor: FileTensor, read: bool, write: bool, place: int) -
             f"multiples of {PAGE_NBYTES} elements of the region."
         )
     return _Span(tensor, read, write, first, last, begin - first, place)
-
-
-def _overlap(spans: list[_Span], others: list[_Span]) -> bool:
-    """Whether two windows share pages that one of them writes."""
-    return any(
-        (one.write or other.write)
-        and one.tensor.region.file is other.tensor.region.file
-        and one.begin < other.end
-        and other.begin < one.end
-        for one in spans
-        for other in others
-    )
 
 
 def _over(jobs: Sequence[Job]) -> bool:

@@ -90,7 +90,7 @@ def test_a_pool_that_is_too_small_for_a_window_is_named(tmp_path: Path) -> None:
         with pytest.raises(OffloadError, match=r"Rank 3: the buffers have 57344 bytes.*takes 65536.*buffer_mib"):
             opened.window_numel([16])
         resting = opened.allocate(1 << 16, torch.float64, "x")
-        with pytest.raises(ValueError, match=r"65536 elements in 1 parts takes 524288 bytes; the pool has 57344"):
+        with pytest.raises(ValueError, match="524288 bytes cannot be taken from a pool of 57344"):
             opened.pipeline().run([Request(1 << 16, [(resting, True, True)])], lambda request, buffers: None)
     with pytest.raises(ValueError, match="at least 32768"):
         store(tmp_path, kib=16).__enter__()
@@ -154,18 +154,6 @@ def test_windows_are_written_while_later_ones_are_worked_on(opened: NvmeStore, d
 
     opened.pipeline().run(requests(3 * STEP, STEP, tensor), work)
     assert tensor.read()[::STEP].tolist() == [1, STEP + 1, 2 * STEP + 1]
-
-
-def test_work_sees_what_earlier_windows_of_the_same_elements_wrote(opened: NvmeStore) -> None:
-    tensor = opened.allocate(2 * STEP, torch.float32, "x")
-    again = [Request(2 * STEP, [(tensor, True, True)]) for _ in range(5)]
-    halves = [Request(STEP, [(tensor.part(start, STEP), True, True)]) for start in (STEP, 0, STEP, 0)]
-
-    def work(request: Request, buffers: list[Tensor]) -> None:
-        buffers[0].add_(1)
-
-    opened.pipeline().run([*again, *halves, *again], work)
-    assert torch.equal(tensor.read(), torch.full((2 * STEP,), 12.0))
 
 
 def test_parts_that_share_pages_can_be_read_and_not_written(opened: NvmeStore) -> None:
