@@ -43,7 +43,6 @@ _RUN_OPTIONS = {
     "trainer.NAME": "An argument of the Trainer, such as devices, precision, max_epochs.",
     "ckpt_path PATH": "The checkpoint to resume from or to evaluate: a directory or a file.",
     "print_config": "Print the configuration, with every option and its default, and exit.",
-    "help-all": "Show every option, of the Trainer too, and exit. Takes some seconds.",
 }
 
 
