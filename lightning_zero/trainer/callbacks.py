@@ -52,7 +52,6 @@ __all__ = [
     "adapt_set_up",
     "average_slices",
     "averaging",
-    "copy_whole",
     "gather_for_graphs",
     "is_running",
     "refuse_other_strategies",
@@ -116,10 +115,13 @@ def refuse_unsynced(module: nn.Module) -> None:
 
 
 def adapt_set_up(trainer: Trainer, module: nn.Module, replaced: Replaced) -> None:
-    """Adapt what Lightning calls from a run's set-up on, before callbacks set themselves up."""
+    """Adapt what Lightning calls from a run's set-up on, before callbacks set themselves up. Those that average copy a
+    module then, which an earlier fit may have sharded: collective there."""
     datamodule, callbacks = trainer.datamodule, trainer.callbacks  # type: ignore[attr-defined]
     for called in (*callbacks, *([] if datamodule is None else [datamodule])):
         replaced.put(called, "on_exception", _noting)
+        if isinstance(called, _KINDS):
+            replaced.within(called, "setup", partial(full_parameters, module))
 
 
 def adapt_fit(
@@ -248,13 +250,6 @@ def undisturbed(trainer: Any, hooks: Iterable[str]) -> bool:
 
 _KINDS = (WeightAveraging, StochasticWeightAveraging)
 _ELEMENTWISE = ("torch.optim.swa_utils", StochasticWeightAveraging.__module__)  # where averaging functions may be from
-
-
-def copy_whole(callbacks: Iterable[Callback], module: nn.Module, replaced: Replaced) -> None:
-    """Let averaging callbacks copy, at their set-up, a module that an earlier fit has sharded. Collective there."""
-    averages = [callback for callback in callbacks if isinstance(callback, _KINDS)]
-    for callback in averages if averages and any(map(is_absent, module.parameters())) else ():
-        replaced.within(callback, "setup", partial(full_parameters, module))
 
 
 def averaging(callbacks: Iterable[Callback]) -> list[Any]:

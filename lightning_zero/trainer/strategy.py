@@ -55,7 +55,6 @@ from lightning_zero.trainer.callbacks import (
     adapt_set_up,
     average_slices,
     averaging,
-    copy_whole,
     gather_for_graphs,
     is_running,
     refuse_other_strategies,
@@ -213,8 +212,6 @@ class ZeroStrategy(Processes, ParallelStrategy):
         super().setup_environment()
         self._module._device_mesh = self._device_mesh  # for ``configure_model``
         reset_seed()
-        callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
-        copy_whole(callbacks, self._module, self._replaced)
         adapt_set_up(self._module.trainer, self._module, self._replaced)
         self._signals = Signals(self._module.trainer, lambda: self.engine, self._replaced)
         lock_loaders(self, self._module.trainer, self._replaced)
