@@ -1,7 +1,7 @@
 """Saving a checkpoint directory: who writes what, the record of what was written, and publishing it.
 
-Tensors are written a piece at a time: to the end of a file with its checksum, or to a place in it, cast. Checksums are
-CRC-32s, as of zip. That of a whole file is put together of those of its parts where they are known.
+Tensors are written a piece at a time. Checksums are CRC-32s, as of zip. That of a whole file is put together of those
+of its parts where they are known.
 """
 
 from __future__ import annotations
@@ -463,15 +463,22 @@ class ChecksummedFile:
     def write_elements(self, tensor: Tensor, place: Place | None = None) -> int | None:
         """Append the elements of a tensor on any device or in a file, a piece at a time. Returns their CRC-32.
 
-        For a place in an archive they are cast to its dtype.
+        For a place in an archive they are cast to its dtype. ``CheckpointError`` if they do not match their checksum.
         """
-        dtype, begin = tensor.dtype if place is None else place.dtype, self.nbytes
+        dtype, begin, crc32 = tensor.dtype if place is None else place.dtype, self.nbytes, 0
         small = not self._wanted or tensor.numel() * dtype.itemsize < LARGE_NBYTES
-        crc32, overflowed = _write_pieces(tensor, dtype, self.write if small else self._append, self._wanted)
+        for elements, known in _pieces(tensor):
+            cast = elements.to(dtype)
+            if place is not None and dtype != tensor.dtype and _overflows(elements, cast):
+                self.overflowed.add(place.key)
+            memory = raw_memory(cast)
+            (self.write if small else self._append)(memory)
+            if self._wanted and known is not None and dtype == tensor.dtype:
+                crc32 = combine(crc32, known, len(memory)) if crc32 else known
+            elif self._wanted:
+                crc32 = zlib.crc32(memory, crc32)
         if not small:
             self._crc32 = combine(self._crc32, crc32, self.nbytes - begin)
-        if overflowed and place is not None:
-            self.overflowed.add(place.key)
         return crc32 if self._wanted else None
 
     def write_archive(self, layout: Any, *in_holes: Tensor) -> list[int | None]:
@@ -533,27 +540,6 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 # --------------------------------------------------------------------------------------------------------------- pieces
-
-
-def _write_pieces(
-    tensor: Tensor, dtype: torch.dtype, write: Callable[[memoryview], Any], wanted: bool
-) -> tuple[int, bool]:
-    """Write elements in a dtype, a piece at a time; ``CheckpointError`` if they do not match their checksum.
-
-    Returns the CRC-32 of what was written, 0 if it is not ``wanted``, and whether a cast made finite elements infinite,
-    NaN or the largest of the dtype.
-    """
-    crc32, overflowed = 0, False
-    for elements, known in _pieces(tensor):
-        cast = elements.to(dtype)
-        overflowed = overflowed or (dtype != tensor.dtype and _overflows(elements, cast))
-        memory = raw_memory(cast)
-        write(memory)
-        if wanted and known is not None and dtype == tensor.dtype:
-            crc32 = combine(crc32, known, len(memory)) if crc32 else known
-        elif wanted:
-            crc32 = zlib.crc32(memory, crc32)
-    return crc32, overflowed
 
 
 def _overflows(elements: Tensor, cast: Tensor) -> bool:
