@@ -4,10 +4,9 @@
 
 ``torch.save`` writes an uncompressed zip: the pickle of the object, in which every storage is a number, then one
 record per storage. All sizes are known before any element is, so that the place of every element is too: the pickle is
-made with a ``Hole`` wherever a tensor will be, and whoever has a range of its elements writes it to its place in the
-file, in any order. The rest of the zip (headers, checksums, directory) comes last; without it the file is no zip, and
-no reader takes it for a checkpoint. torch's own writer makes the zip, so that records lie where ``torch.load`` may
-compute them to be.
+made with a ``Hole`` wherever a tensor will be, whose elements are read and written when it is their turn. The directory
+of the zip comes last; without it the file is no zip, and no reader takes it for a checkpoint. torch's own writer makes
+the zip, so that records lie where ``torch.load`` may compute them to be.
 """
 
 from __future__ import annotations

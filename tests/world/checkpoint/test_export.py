@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 import zipfile
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,90 +105,6 @@ def test_ranks_write_one_file_that_torch_loads(tmp_path: Path, world_size: int, 
     assert [path.name for path in tmp_path.rglob("*")] == ["new", "c.ckpt"]
     for mmap in (True, False):
         assert check(tmp_path / "new" / "c.ckpt", 2, mmap)["lightning_zero"] == {"plan": {"world_size": world_size}}
-
-
-def test_what_only_some_ranks_have_is_kept(tmp_path: Path) -> None:
-    """From the lowest rank that has it; a rank's own checkpoint stays without it."""
-
-    def rank(number: int) -> None:
-        ranks = control()
-        whole, lacking = content(1, ranks), content(1, ranks)
-        states = whole["optimizer_states"][0]["state"]
-        for name in list(states):
-            shard = states[name]["exp_avg"]
-            if shard.numel() and not shard.local.numel():
-                del states[name]
-        save_consolidated_file(whole, tmp_path / "states.ckpt", ranks)
-        if number == 0:
-            for state in lacking["optimizer_states"][0]["state"].values():
-                del state["step"], state["count"]
-        save_consolidated_file(lacking, tmp_path / "values.ckpt", ranks)
-        part = torch.arange(4.0) if number == 1 else torch.empty(0)
-        states = {"w": {"exp_avg": FlatShard(part, (2, 2), 0)}} if number == 1 else {}
-        optimizer = {"state": states, "param_groups": [{"params": ["w"]}]}
-        none = {"state_dict": {"w": FlatShard(part, (2, 2), 0)}, "optimizer_states": [optimizer]}
-        save_consolidated_file(none, tmp_path / "none.ckpt", ranks)
-        assert len(states) == (number == 1)
-
-    run_world(3, rank, timeout=30)
-    check(tmp_path / "states.ckpt", 1)
-    check(tmp_path / "values.ckpt", 1)
-    loaded = torch.load(tmp_path / "none.ckpt", weights_only=True)
-    assert torch.equal(loaded["optimizer_states"][0]["state"][0]["exp_avg"], torch.arange(4.0).view(2, 2))
-
-
-def test_shards_under_other_keys_are_written_whole(tmp_path: Path) -> None:
-    """As Lightning's ``WeightAveraging`` leaves them; a class of its own pickles as itself."""
-
-    def rank(number: int) -> None:
-        half = torch.arange(4.0) + 4 * number
-        whole = {
-            "state_dict": {},
-            "average": {"list": [FlatShard(half, (4, 2), 4 * number)]},
-            "order": OrderedDict(a=1),
-        }
-        save_consolidated_file(whole, tmp_path / "c.ckpt", control())
-
-    run_world(2, rank, timeout=30)
-    loaded = torch.load(tmp_path / "c.ckpt", weights_only=True)
-    assert torch.equal(loaded["average"]["list"][0], torch.arange(8.0).view(4, 2))
-    assert loaded["order"] == OrderedDict(a=1)
-
-
-def hole(number: int) -> dict[str, FlatShard]:
-    return {"w": FlatShard(torch.zeros(3), (4, 2), 4 * number)}
-
-
-def overlap(number: int) -> dict[str, FlatShard]:
-    """Elements 0 to 3 and 3 to 6: as many as there are, but the last is held by none."""
-    return {"w": FlatShard(torch.zeros(4), (8,), 3 * number)}
-
-
-def other_shapes(number: int) -> dict[str, FlatShard]:
-    return {"w": FlatShard(torch.zeros(4), (4, 2) if number == 1 else (2, 4), 4 * number)}
-
-
-REFUSED: dict[Callable[[int], Any], str] = {
-    hole: r"state_dict\.w",
-    overlap: r"state_dict\.w', elements 4 to 3 are stored nowhere or twice",
-    other_shapes: r"state_dict\.w",
-    lambda number: {"mine": lambda: None}: "lambda",  # which cannot be pickled
-}
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_what_does_not_fit_together_is_refused_on_all_ranks(tmp_path: Path, world_size: int) -> None:
-    def rank(number: int) -> list[str]:
-        messages = []
-        for make, words in [*REFUSED.items()][: None if world_size == 2 else 1]:
-            with pytest.raises(CheckpointError, match=words) as caught:
-                save_consolidated_file({"state_dict": make(number)}, tmp_path / "c.ckpt", control())
-            messages.append(str(caught.value))
-        return messages
-
-    first, *others = run_world(world_size, rank, timeout=30)
-    assert all(messages == first for messages in others)
-    assert list(tmp_path.iterdir()) == []
 
 
 # ----------------------------------------------------------------------------------------------------------- failures

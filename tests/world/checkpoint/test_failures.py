@@ -206,8 +206,7 @@ def test_nothing_is_left_in_the_folder_for_temporary_files(tmp_path: Path, monke
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("save", [save_checkpoint_directory, save_consolidated_file])
-def test_what_was_written_where_is_told_to_rank_0_alone(tmp_path: Path, save: Any) -> None:
+def test_what_was_written_where_is_told_to_rank_0_alone(tmp_path: Path) -> None:
     """And in 56 bytes a piece."""
 
     def rank(number: int) -> list[int]:
@@ -222,7 +221,7 @@ def test_what_was_written_where_is_told_to_rank_0_alone(tmp_path: Path, save: An
         for count in (1, 101):
             local = torch.ones(2)
             shards = {str(layer): FlatShard(local + layer, (4,), 2 * number) for layer in range(count)}
-            save({"state_dict": shards}, tmp_path / str(count), control(), plan_summary={})
+            save_checkpoint_directory({"state_dict": shards}, tmp_path / str(count), control(), plan_summary={})
             saved.append(sum(received))
             received.clear()
         return saved

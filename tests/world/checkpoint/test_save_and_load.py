@@ -179,12 +179,13 @@ def test_ranks_with_different_checkpoints_are_refused_on_all(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_shards_that_leave_a_hole_are_refused(tmp_path: Path, world_size: int) -> None:
+def test_shards_that_leave_a_hole_or_overlap_are_refused(tmp_path: Path, world_size: int) -> None:
     def rank(number: int) -> None:
-        content = {"state_dict": {"w": FlatShard(torch.zeros(3), (4, 2), 4 * number)}}
-        # torch 2.11 logs which tensor it is, and does not say it in its error.
-        with pytest.raises(CheckpointError, match=r"state_dict\.w|Failed to validate global plan"):
-            save_checkpoint_directory(content, tmp_path / "c", control(), plan_summary={})
+        hole = FlatShard(torch.zeros(3), (4, 2), 4 * number)
+        overlap = FlatShard(torch.zeros(4), (8,), 3 * number)  # as many elements as there are, but the last is nowhere
+        for shard in (hole, overlap):
+            with pytest.raises(CheckpointError, match=r"state_dict\.w.* stored"):
+                save_checkpoint_directory({"state_dict": {"w": shard}}, tmp_path / "c", control(), plan_summary={})
 
     run_world(world_size, rank, timeout=30)
     assert list(tmp_path.iterdir()) == []
