@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,10 +121,9 @@ def _held(module: nn.Module, kind: str) -> int:
 
 
 def free_host_memory(ranks: int) -> int:
-    """Bytes of this host that one of so many processes can still get: what the system, each group of processes that
-    this one is in (a container, a job), and its own limits leave."""
-    shared = [_available(), *_left_in_groups()]
-    return min(min(shared) // ranks, _left_of_limits())
+    """Bytes of this host that one of so many processes can still get: what the system, and each group of processes that
+    this one is in (a container, a job), leave."""
+    return min(_available(), *_left_in_groups()) // ranks
 
 
 def _available() -> int:
@@ -152,19 +150,6 @@ def _left_in_groups() -> Iterator[int]:
             if all(map(str.isdecimal, numbers)) and int(numbers[0]) < _NO_LIMIT:
                 cached = [line.split()[1] for line in _lines(folder / "memory.stat") if "inactive_file " in line]
                 yield max(0, int(numbers[0]) - int(numbers[1]) + max(map(int, cached), default=0))
-
-
-def _left_of_limits() -> int:
-    """What the limits of this process leave it."""
-    with suppress(ImportError):  # not on every system
-        import resource
-
-        sizes = dict(line.split(":") for line in _lines(_PROC / "self/status") if line.startswith("Vm"))
-        limits = [(resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")]
-        soft = [(resource.getrlimit(limit)[0], sizes[name]) for limit, name in limits if name in sizes]
-        left = [most - int(size.split()[0]) * 1024 for most, size in soft if most != resource.RLIM_INFINITY]
-        return max(0, min(left, default=_NO_LIMIT))
-    return _NO_LIMIT
 
 
 def _lines(file: Path) -> Sequence[str]:

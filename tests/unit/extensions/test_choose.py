@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 
 import pytest
@@ -54,19 +53,6 @@ def test_the_narrowest_control_group_counts(tmp_path: Path, old: bool) -> None:
 
     assert free_host_memory(1) == 12 * GB
     assert free_host_memory(4) == 3 * GB
-
-
-@pytest.mark.usefixtures("_system")
-def test_limits_of_the_process_are_its_own(tmp_path: Path) -> None:
-    write(tmp_path / "proc/self/status", f"VmSize:\t{5 * GB // 1024} kB\nVmData:\t{2 * GB // 1024} kB\n")
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    try:
-        resource.setrlimit(resource.RLIMIT_DATA, (9 * GB, before[1]))
-        left = free_host_memory(2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
-
-    assert left == 9 * GB - 2 * GB // 1024 * 1024
 
 
 def test_settings_of_one_stage_do_not_go_with_a_choice() -> None:

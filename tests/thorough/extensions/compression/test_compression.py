@@ -187,18 +187,6 @@ BOTH = Compression(weights="int8", gradients="int8")
 GRADIENTS = Compression(gradients="int4")
 
 
-def test_what_is_cut_differently_gives_the_same_bits() -> None:
-    """Stages, and buckets of other sizes."""
-
-    def run(rank: int) -> list[list[Tensor]]:
-        return [train(stage, GRADIENTS, 3) for stage in (1, 2, 3)]
-
-    for one, two, three in run_world(4, run, environment={RANKS_PER_HOST: "2"}):
-        for a, b, c in zip(one, two, three, strict=True):
-            assert torch.equal(a, b)
-            assert torch.equal(a, c)
-
-
 def test_nothing_is_rounded_within_a_host() -> None:
     def run(rank: int) -> list[list[Tensor]]:
         return [train(3, compression, 3) for compression in (None, BOTH)]

@@ -59,15 +59,6 @@ def test_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed == plan_cli(*SMALL, "--world-size=4").describe() + "\n"
 
 
-@pytest.mark.parametrize("model", [MODEL, "--parameters=7.5B"])
-def test_plan_says_what_leaves_a_machine(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [*([model] if isinstance(model, str) else model), "--trainer.devices=4", "--trainer.strategy=zero2"]
-    main(["plan", *arguments, "--trainer.num_nodes=3"])
-    assert "leaves a node in a step" in capsys.readouterr().out
-    main(["plan", *arguments, "--trainer.num_nodes=1"])
-    assert "leaves a node" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "stage", "world_size"),
     [
@@ -137,23 +128,6 @@ HERE = NvmeOffload(path=".", parameters=True)
 )
 def test_plan_takes_what_is_offloaded(arguments: list[str], offload: Offload | None) -> None:
     assert plan_cli(*SMALL, "--world_size=2", *arguments).plan().offload == offload
-
-
-@pytest.mark.parametrize(
-    ("name", "offload"),
-    [
-        ("zero1_offload", HostOffload()),
-        ("zero2_offload", HostOffload(threads=1, pin_mib=4096)),
-        ("zero3_offload", HostOffload(parameters=True)),
-        ("zero3_nvme", NvmeOffload(path="/var/tmp", parameters=True, buffer_mib=16.0)),
-    ],
-)
-def test_plan_of_a_configuration_with_offload(name: str, offload: Offload) -> None:
-    config = ROOT / "configs" / f"{name}.yaml"
-    plan = plan_cli(MODEL, f"--config={config}").plan()
-
-    assert plan.offload == offload
-    assert f"Offloaded to the {offload.tier.value}: optimizer" in plan.describe()
 
 
 @pytest.mark.parametrize(
