@@ -123,7 +123,7 @@ def _held(module: nn.Module, kind: str) -> int:
 def free_host_memory(ranks: int) -> int:
     """Bytes of this host that one of so many processes can still get: what the system, and each group of processes that
     this one is in (a container, a job), leave."""
-    return min(_available(), *_left_in_groups()) // ranks
+    return min([_available(), *_left_in_groups()]) // ranks
 
 
 def _available() -> int:
