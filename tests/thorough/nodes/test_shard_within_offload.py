@@ -32,7 +32,7 @@ from tests.helpers.world import WorldError, run_world
 from tests.thorough.offload.test_offload_liveness import Breaking
 from tests.thorough.races.simulated import simulated_device
 from tests.thorough.races.trace import find_races
-from tests.world.strategy.test_shard_within import Again, FailsAmid, Net, fit, near, same, whole
+from tests.world.strategy.test_shard_within import Again, Net, fit, near, same, whole
 
 pytestmark = pytest.mark.usefixtures("one_host")
 
@@ -263,18 +263,6 @@ def test_rounded_gradients(tmp_path: Path) -> None:
                 assert not same(exact, found)
 
     run_world(4, run, timeout=240, environment=TWO_HOSTS)
-
-
-@pytest.mark.parametrize(("stage", "files"), [(1, False), (2, True), (3, False)])
-def test_an_error_in_the_middle_of_a_backward_ends_all(stage: int, files: bool, tmp_path: Path) -> None:
-    folder = folder_of(tmp_path)
-    offload = NvmeOffload(path=str(folder), buffer_mib=1) if files else HostOffload()
-    with pytest.raises(WorldError) as raised:
-        run_world(4, lambda rank: fit(stage, 2, FailsAmid(), offload=offload), timeout=60)
-    failures = raised.value.failures
-    assert failures[3].type == "KeyError"
-    assert all(failures[rank].message.startswith(f"Rank {rank}: ") for rank in range(3))
-    assert not list(folder.iterdir())
 
 
 def test_a_disk_of_one_group_that_fails_in_a_step_is_an_error_of_all(tmp_path: Path) -> None:

@@ -143,6 +143,8 @@ def test_offloaded_parameters_leave_the_device_slots_only(model: nn.Module) -> N
     same = offloaded(model, HostOffload(parameters=True), param_dtype=None)
     assert same.expected_host_memory().weights == 0  # units are gathered from the masters
     assert same.expected_memory().weights == 0
+    kept = offloaded(model, HostOffload(), param_dtype=None).expected_memory()
+    assert kept.masters == LAYER // 2 * 4, "the frozen layer stays"
 
 
 def test_parameters_alone_are_the_frozen_ones(model: nn.Module) -> None:

@@ -293,19 +293,6 @@ def test_averages_between_groups_run_beside_the_reductions(
     assert not any(calls[number][3] & {*averages} for number in reductions)
 
 
-@pytest.mark.parametrize(("stage", "one_order", "count", "time"), [(1, True, 27, 19), (3, False, 17, 11)])
-def test_averages_take_the_time_of_one(
-    stage: int, one_order: bool, count: int, time: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a device on which every collective takes one, and nothing else takes time: but for the last average, they run
-    beside reductions. As a reduction and a gather each, on their stream, it was 36 for 36 calls, and 20 for 22."""
-    monkeypatch.setenv(RANKS_PER_HOST, "4")
-    ends: list[int] = []
-    for *_, behind in seen_in_a_fake_world(stage, one_order, span=4):
-        ends.append(1 + max((ends[earlier] for earlier in behind), default=0))
-    assert (len(ends), max(ends)) == (count, time)
-
-
 @pytest.mark.parametrize(
     ("priorities", "expected"), [((0, -5), {"priority": -1}), ((1, -1), {"priority": -1}), ((0, 0), {}), (None, {})]
 )

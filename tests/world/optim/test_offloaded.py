@@ -215,50 +215,6 @@ def test_parameters_of_16_bit_are_cut_for_one_thread_only(counting: Counting) ->
 # What is seen of a step from outside
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_step_hooks_and_schedulers_see_one_step(tier: Tier, rig_of: RigOf) -> None:
-    """Hooks may change gradients before, and find them afterwards, whenever they were registered."""
-    seen: list[tuple[str, int]] = []
-
-    def halve(which: str) -> Callable[..., None]:
-        def hook(optimizer: Optimizer, *_: Any) -> None:
-            shards = (e.parameter for e in rig.owned.values())  # what a binding shows of them, without an engine
-            held = rig.parameters if optimizer is rig.optimizer else whole.parameters
-            assert {id(p) for group in optimizer.param_groups for p in group["params"]} == set(map(id, held))
-            gradients = [p.grad for p in (shards if optimizer is rig.optimizer else held) if p.grad is not None]
-            for gradient in gradients:
-                gradient.mul_(0.5)
-            seen.append((which, len(gradients)))
-
-        return hook
-
-    def early(optimizer: Optimizer) -> None:
-        optimizer.register_step_pre_hook(halve("early before"))
-        optimizer.register_step_post_hook(halve("early after"))
-
-    def late(optimizer: Optimizer) -> None:
-        optimizer.register_step_pre_hook(halve("late before"))
-        optimizer.register_step_post_hook(halve("late after"))
-
-    whole, rig = Whole(adam), rig_of(adam, tier, adapt=early)
-    early(whole.optimizer)
-    late(whole.optimizer)
-    late(rig.optimizer)
-    schedulers = [optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in (whole.optimizer, rig.optimizer)]
-    for step in range(3):
-        seen.clear()
-        whole.step(step)
-        expected = list(seen)
-        seen.clear()
-        rig.step(step)
-        assert seen == expected
-        assert [which for which, _ in seen] == ["early before", "late before", "early after", "late after"]
-        for scheduler in schedulers:
-            scheduler.step()  # warns, which is an error here, of an optimizer that has not stepped
-    assert whole.unlike(rig) == []
-    assert schedulers[1].get_last_lr() == schedulers[0].get_last_lr()
-
-
 @pytest.fixture
 def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
     """It notes how many threads it is run with and the elements of a parameter, and raises when told to."""

@@ -243,17 +243,6 @@ def test_whole_matrix_optimizers_train_like_ddp(tmp_path: Path) -> None:
         assert not any(found.values()), {name: bad for name, bad in found.items() if bad}
 
 
-def test_whole_matrix_optimizers_on_three_ranks() -> None:
-    def run(rank: int) -> dict[str, list[str]]:
-        return {
-            name: unlike(reference(model, make), sharded(model, stage, make))
-            for (name, (model, make)), stage in zip(WHOLE.items(), (1, 3, 1, 3), strict=True)
-        }
-
-    for found in run_world(3, run):
-        assert not any(found.values()), found
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # State in 8 bits
 
