@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_zero.config import parse_size
-from lightning_zero.errors import CheckpointError, ExtensionError, did_you_mean, with_notes
+from lightning_zero.errors import CheckpointError, ExtensionError, with_notes
 from lightning_zero.registry import extension
 
 __all__ = ["answer_early", "complain", "for_the_terminal", "main", "short_help"]
@@ -33,6 +33,7 @@ _COMMANDS = {
 }
 _OF_EXTENSIONS = {"plan": "planner", "doctor": "doctor", "inspect": "inspection", "tune": "tune"}
 _TOOLS = {"consolidate", *_OF_EXTENSIONS}
+_HELP = ["-h"], ["--help"]
 _RUN_OPTIONS = {
     "config FILE": "A configuration file. Options after it override it.",
     "model CLASS": "The LightningModule, as my_module.MyModel. --model.NAME gives it an argument.",
@@ -85,10 +86,10 @@ def consolidate(args: Sequence[str]) -> int:
 
     Raises SystemExit for ``--help``, or with 2 for wrong options.
     """
+    parser = _consolidate_parser()
+    options = parser.parse_args(args)  # ends here with --help, before what takes seconds to import
     from lightning_zero.checkpoint.consolidated import consolidate_checkpoint
 
-    parser = _consolidate_parser()
-    options = parser.parse_args(args)
     with for_the_terminal(parser.prog):
         try:
             written = consolidate_checkpoint(**vars(options))
@@ -110,7 +111,8 @@ def answer_early() -> None:
     program = sys.orig_argv[-len(argv)] if argv[0] == "-m" else Path(argv[0]).name
     if program in (("lightning_zero",) if argv[0] == "-m" else ("lightning-zero", "lightning-zero.exe")):
         try:
-            if (command := _command(argv[1:])) in ("doctor", "inspect", "consolidate", "tune"):
+            command = _command(argv[1:])
+            if command in _TOOLS and (command != "plan" or argv[2:] in _HELP):
                 _run_tool(command, argv[2:])
                 raise SystemExit(0)
         except ExtensionError as error:
@@ -125,20 +127,11 @@ def _command(given: Sequence[str]) -> str:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="commands:\n" + "\n".join(f"  {name:<13}{text}" for name, text in _COMMANDS.items()),
     )
-    names = ", ".join(_COMMANDS)
-    parser.add_argument("command", metavar="COMMAND", help=f"one of {names}")
+    parser.add_argument("command", metavar="COMMAND", choices=_COMMANDS, help="one of these:")
     parser.add_argument("--version", action="version", version=f"lightning-zero {sys.modules[__package__].__version__}")
     command: str = parser.parse_args(given[:1]).command
-    if command not in _COMMANDS:
-        parser.error(f"there is no command {command!r}.{did_you_mean(command.lower(), _COMMANDS)} There are {names}.")
-    if list(given[1:]) in (["-h"], ["--help"]):
-        if command == "consolidate":
-            text = _consolidate_parser().format_help()
-        elif command in _OF_EXTENSIONS:
-            text = extension(_OF_EXTENSIONS[command]).help_text()
-        else:
-            text = short_help(command, f"{_COMMANDS[command]}.", {})
-        print(text, end="")  # noqa: T201
+    if command not in _TOOLS and list(given[1:]) in _HELP:
+        print(short_help(command, f"{_COMMANDS[command]}.", {}), end="")  # noqa: T201
         raise SystemExit(0)
     return command
 

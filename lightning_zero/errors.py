@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Collection, Iterable, Sequence
-from difflib import get_close_matches
 
 __all__ = [
     "CheckpointError",
@@ -23,7 +22,6 @@ __all__ = [
     "ZeroError",
     "add_note",
     "columns",
-    "did_you_mean",
     "point_to_page",
     "readable_size",
     "shortened",
@@ -43,12 +41,6 @@ def some(names: Iterable[object], limit: int = 4) -> str:
     every = [str(name) for name in names]
     more = f" and {len(every) - limit} more" if len(every) > limit else ""
     return ", ".join(every[:limit]) + more
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A question for the known name that is nearest to a wrong one, if one is near."""
-    near = get_close_matches(name, list(known), n=1)
-    return f" Did you mean {near[0]}?" if near else ""
 
 
 def shortened(text: str, limit: int = _MAX_TEXT) -> str:

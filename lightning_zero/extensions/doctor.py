@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 from lightning_zero.errors import OffloadError, columns, readable_size, some
 from lightning_zero.registry import extension, installed
 
-__all__ = ["SUPPORTED", "Finding", "help_text", "run", "watched"]
+__all__ = ["SUPPORTED", "Finding", "run", "watched"]
 
 SUPPORTED = ("torch>=2.11,<2.16", "lightning>=2.6,<2.7", "torchmetrics>=1.4")
 _LAST_PYTHON = (3, 14)
@@ -70,11 +70,6 @@ class Finding(NamedTuple):
     def advice(self) -> str:
         """What to do."""
         return self.problem or self.warning
-
-
-def help_text() -> str:
-    """What ``lightning-zero doctor --help`` prints."""
-    return parser().format_help()
 
 
 def parser() -> argparse.ArgumentParser:

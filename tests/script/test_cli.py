@@ -238,16 +238,12 @@ def test_programs_of_others_are_not_asked(tmp_path: Path) -> None:
     assert re.fullmatch(r"\w+ is imported fit --help\n", stdout)
 
 
-@pytest.mark.parametrize(
-    ("command", "meant"),
-    [("inspct", "Did you mean inspect?"), ("Fit", "Did you mean fit?"), ("xyz", "There are plan, inspect, ")],
-)
-def test_unknown_command(capsys: pytest.CaptureFixture[str], command: str, meant: str) -> None:
+def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main([command])
+        main(["inspct"])
 
     assert stopped.value.code == 2
-    assert f"there is no command {command!r}. {meant}" in capsys.readouterr().err
+    assert "invalid choice: 'inspct' (choose from" in capsys.readouterr().err
 
 
 def test_modules_of_the_current_folder_are_found(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from lightning_zero.errors import CheckpointError
 if TYPE_CHECKING:
     from lightning_zero.extensions.inspection.verification import Verification
 
-__all__ = ["checkpoints_in", "help_text", "inspect_checkpoint", "run", "verify_checkpoint", "verify_together"]
+__all__ = ["checkpoints_in", "inspect_checkpoint", "run", "verify_checkpoint", "verify_together"]
 
 UNVERIFIABLE = 3
 _WHAT = (
@@ -33,11 +33,6 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
 
 
-def help_text() -> str:
-    """What ``lightning-zero inspect --help`` prints."""
-    return parser().format_help()
-
-
 def parser() -> argparse.ArgumentParser:
     """The options of ``lightning-zero inspect``."""
     made = argparse.ArgumentParser(prog="lightning-zero inspect", description=_WHAT)
@@ -51,11 +46,11 @@ def parser() -> argparse.ArgumentParser:
 def run(args: Sequence[str]) -> int:
     """Run ``lightning-zero inspect`` with these options; the exit code is 1 if the checkpoint is damaged or none, 3 if
     not all that counts has checksums. Raises SystemExit for ``--help``, or with 2 for wrong options."""
+    program = parser()
+    options = program.parse_args(args)  # ends here with --help, before what takes seconds to import
     from lightning_zero.checkpoint import is_checkpoint_directory_at
     from lightning_zero.extensions.inspection.contents import inspect_checkpoint
 
-    program = parser()
-    options = program.parse_args(args)
     path, verify = options.checkpoint, options.verify
     with for_the_terminal(program.prog):
         try:

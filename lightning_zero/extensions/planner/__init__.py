@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_zero.cli import short_help
 
-__all__ = ["OPTIONS", "WHAT", "describe_plan", "estimate_memory", "help_text", "measure_activations", "run"]
+__all__ = ["OPTIONS", "WHAT", "describe_plan", "estimate_memory", "measure_activations", "run"]
 
 _COSTS = ("OptimizerCost", "expected_disk", "expected_host_memory", "expected_memory", "stage_memory")
 _LATER = dict.fromkeys(_COSTS, "costs") | dict.fromkeys(("describe_plan", "estimate_memory"), "estimate")
@@ -52,13 +52,11 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
 
 
-def help_text() -> str:
-    """What ``lightning-zero plan --help`` prints."""
-    return short_help("plan", WHAT, OPTIONS)
-
-
 def run(args: Sequence[str]) -> int:
     """Print what ``lightning-zero plan`` has to say: 0. 2 if the settings are wrong, 1 if something else fails."""
+    if list(args) in (["-h"], ["--help"]):
+        print(short_help("plan", WHAT, OPTIONS), end="")  # noqa: T201
+        return 0
     try:
         text = __getattr__("planner_of")(args).report()
     except (ValueError, OSError, ImportError) as error:

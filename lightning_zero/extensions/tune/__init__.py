@@ -23,7 +23,7 @@ from lightning_zero.extensions.tune.children import WARM_UP, Children
 from lightning_zero.extensions.tune.edits import Place, batch_keys, configured, edited, lookup, settings_of
 from lightning_zero.extensions.tune.search import MOST_RUNS, Row, Search, Settings
 
-__all__ = ["help_text", "run"]
+__all__ = ["run"]
 
 _WHAT = f"""\
 Find the settings with which a run of yours is fastest on this machine, by at most {MOST_RUNS} short runs of it, and
@@ -43,11 +43,6 @@ examples:
   lightning-zero tune --config run.yaml -- python train.py fit
   lightning-zero tune --config run.yaml -- torchrun --nproc-per-node 8 train.py fit --model.layers 12
 """
-
-
-def help_text() -> str:
-    """What ``lightning-zero tune --help`` prints."""
-    return parser().format_help()
 
 
 def parser() -> argparse.ArgumentParser:
