@@ -16,14 +16,14 @@ from lightning_zero.errors import CheckpointError
 if TYPE_CHECKING:
     from lightning_zero.extensions.inspection.verification import Verification
 
-__all__ = ["checkpoints_in", "inspect_checkpoint", "run", "verify_checkpoint", "verify_together"]
+__all__ = ["checkpoints_in", "describe_checkpoint", "run", "verify_checkpoint", "verify_together"]
 
 UNVERIFIABLE = 3
 _WHAT = (
     "Print what is inside a checkpoint and verify its files. Exits with 1 if it is damaged or no checkpoint, and with "
     f"{UNVERIFIABLE} if nothing is wrong with it, but files without checksums may have changed."
 )
-_LATER = dict.fromkeys(("checkpoints_in", "inspect_checkpoint"), "contents")
+_LATER = dict.fromkeys(("checkpoints_in", "describe_checkpoint"), "contents")
 _LATER |= dict.fromkeys(("verify_checkpoint", "verify_together"), "verification")
 
 
@@ -49,21 +49,20 @@ def run(args: Sequence[str]) -> int:
     program = parser()
     options = program.parse_args(args)  # ends here with --help, before what takes seconds to import
     from lightning_zero.checkpoint import is_checkpoint_directory_at
-    from lightning_zero.extensions.inspection.contents import inspect_checkpoint
+    from lightning_zero.extensions.inspection.contents import describe_checkpoint
 
     path, verify = options.checkpoint, options.verify
     with for_the_terminal(program.prog):
         try:
-            found = inspect_checkpoint(path)
+            print(describe_checkpoint(path, tensors=options.tensors), flush=True)  # noqa: T201
         except CheckpointError as error:
             complain(program.prog, error)
-            damages = list(_verified(path, None)) if verify and is_checkpoint_directory_at(path) else []
+            damages = list(_verified(path)) if verify and is_checkpoint_directory_at(path) else []
             _print_damages([text for text in damages if text not in str(error)])
             return 1
-        print(found.describe(tensors=options.tensors), flush=True)  # noqa: T201
         if not verify:
             return 0
-        verified = _verified(path, found.nbytes)
+        verified = _verified(path)
         _print_damages(verified)
         if verified:
             return 1
@@ -72,12 +71,12 @@ def run(args: Sequence[str]) -> int:
         return 0 if verified.is_whole else UNVERIFIABLE
 
 
-def _verified(path: str, nbytes: int | None) -> Verification:
+def _verified(path: str) -> Verification:
     from tqdm import tqdm
 
     from lightning_zero.extensions.inspection.verification import verify_checkpoint
 
-    with tqdm(total=nbytes, desc="verifying", unit="B", unit_scale=True, leave=False, disable=None) as bar:
+    with tqdm(desc="verifying", unit="B", unit_scale=True, leave=False, disable=None) as bar:
         return verify_checkpoint(path, progress=bar.update)
 
 

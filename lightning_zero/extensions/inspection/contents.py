@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, get_args
 
 from torch import Tensor
@@ -21,88 +20,28 @@ from lightning_zero.comm import ControlGroup
 from lightning_zero.config import Placement, Stage
 from lightning_zero.errors import CheckpointError, columns, readable_size, some
 
-__all__ = ["Inspection", "checkpoints_in", "inspect_checkpoint"]
+__all__ = ["checkpoints_in", "describe_checkpoint"]
 
 _OPTIONS = ("lr", "weight_decay", "momentum", "betas", "eps")
 _MOMENT = ("epoch", "global_step")
 _RESIDENCES = ("parameters", "gradients", "optimizer")
 
 
-class TensorGroup:
-    """Tensors counted together, and their elements by dtype; those that share their elements once.
-
-    ``shared`` counts how many more names there are for the same elements.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self.tensors = self.nbytes = self.shared = 0
-        self.dtypes: Counter[str] = Counter()
-        known: set[Hashable] = set()
-        for tensor in tensors:
-            if (identity := stored_identity(tensor)) in known:
-                self.shared += 1
-                continue
+def _counted(tensors: Iterable[Tensor]) -> str:
+    """``1,234 elements in 5 tensors, 4.9 kB (float32), 1 tied to others``: those that share their elements once."""
+    dtypes: Counter[str] = Counter()
+    known: set[Hashable] = set()
+    count = nbytes = 0
+    for tensor in tensors:
+        count += 1
+        if (identity := stored_identity(tensor)) not in known:
             known.add(identity)
-            self.tensors += 1
-            self.nbytes += _nbytes(tensor)
-            self.dtypes[dtype_name(tensor.dtype)] += tensor.numel()
-        self.numel = self.dtypes.total()
-
-    def __str__(self) -> str:
-        """``1,234 elements in 5 tensors, 4.9 kB (float32)``."""
-        each = [name if len(self.dtypes) == 1 else f"{name}: {numel:,}" for name, numel in self.dtypes.items()]
-        count = "1 tensor" if self.tensors == 1 else f"{self.tensors:,} tensors"
-        shared = f", {self.shared} tied to others" if self.shared else ""
-        return f"{self.numel:,} elements in {count}, {readable_size(self.nbytes)} ({', '.join(each)}){shared}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inspection:
-    """What ``inspect_checkpoint`` found: the dictionary, facts by what they say, and sizes of files by name."""
-
-    path: str
-    checkpoint: Mapping[str, Any]
-    facts: Mapping[str, str]
-    files: Mapping[str, int]
-
-    @property
-    def weights(self) -> TensorGroup:
-        """All tensors of the module's state dict."""
-        return TensorGroup(value for value in self._state.values() if isinstance(value, Tensor))
-
-    @property
-    def _state(self) -> Mapping[str, Any]:
-        return _mapping(self.checkpoint.get("state_dict"))
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all files."""
-        return sum(self.files.values())
-
-    @property
-    def _optimizers(self) -> list[Mapping[str, Any]]:
-        states = self.checkpoint.get("optimizer_states")
-        return [state for state in states if isinstance(state, Mapping)] if isinstance(states, list) else []
-
-    def describe(self, *, tensors: bool = False) -> str:
-        """The text that ``lightning-zero inspect`` prints; with ``tensors``, every weight is listed."""
-        facts = {**self.facts, "weights": str(self.weights)}
-        known = ("state_dict", "optimizer_states", SUMMARY_KEY)
-        rest = TensorGroup(tensors_in({key: part for key, part in self.checkpoint.items() if key not in known}))
-        if rest.tensors:
-            facts["other tensors"] = str(rest)
-        if self.files:
-            count = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
-            facts["size"] = f"{readable_size(self.nbytes)} in {count}"
-        lines = [f"Checkpoint {self.path}", *columns([[f"  {name}", text] for name, text in facts.items()])]
-        for number, optimizer in enumerate(self._optimizers):
-            lines += ["", f"Optimizer {number}", *_optimizer_lines(optimizer)]
-        if tensors:
-            lines += ["", "Weights", *columns([_weight_row(*item) for item in self._state.items()], right=(3,))]
-        if self.files:
-            rows = [[f"  {name}", readable_size(nbytes)] for name, nbytes in self.files.items()]
-            lines += ["", "Files", *columns(rows, right=(1,))]
-        return "\n".join(map(_printable, lines))
+            nbytes += _nbytes(tensor)
+            dtypes[dtype_name(tensor.dtype)] += tensor.numel()
+    each = [name if len(dtypes) == 1 else f"{name}: {numel:,}" for name, numel in dtypes.items()]
+    names = "1 tensor" if len(known) == 1 else f"{len(known):,} tensors"
+    shared = f", {count - len(known)} tied to others" if count > len(known) else ""
+    return f"{dtypes.total():,} elements in {names}, {readable_size(nbytes)} ({', '.join(each)}){shared}"
 
 
 def checkpoints_in(path: str | os.PathLike[str]) -> list[str]:
@@ -119,11 +58,14 @@ def checkpoints_in(path: str | os.PathLike[str]) -> list[str]:
     return sorted(names)
 
 
-def inspect_checkpoint(path: str | os.PathLike[str]) -> Inspection:
-    """Look into a checkpoint of any kind; ``CheckpointError`` if it is none, or not whole."""
+def describe_checkpoint(path: str | os.PathLike[str], *, tensors: bool = False) -> str:
+    """The text that ``lightning-zero inspect`` prints; with ``tensors``, every weight is listed.
+
+    ``CheckpointError`` if it is no checkpoint, or not whole.
+    """
     found = find_checkpoint(path)
     checkpoint = open_checkpoint(path, ControlGroup(None))
-    own = _mapping(checkpoint.get(SUMMARY_KEY))
+    own, state = _mapping(checkpoint.get(SUMMARY_KEY)), _mapping(checkpoint.get("state_dict"))
     writer: dict[str, str] = {}
     plan, world_size = own.get("plan"), ""
     if found.kind is Kind.OWN:
@@ -151,12 +93,23 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> Inspection:
         facts["random state"] = f"of {random.shape[0]} ranks"
     for key, name in (("callbacks", "callbacks"), ("hyper_parameters", "hyperparameters")):
         facts[name] = _some(list(_mapping(checkpoint.get(key))))
-    return Inspection(
-        path=os.fspath(path),
-        checkpoint=checkpoint,
-        facts={name: value for name, value in facts.items() if value},
-        files=files,
-    )
+    facts["weights"] = _counted(value for value in state.values() if isinstance(value, Tensor))
+    known = ("state_dict", "optimizer_states", SUMMARY_KEY)
+    if rest := [*tensors_in({key: part for key, part in checkpoint.items() if key not in known})]:
+        facts["other tensors"] = _counted(rest)
+    if files:
+        count = "1 file" if len(files) == 1 else f"{len(files)} files"
+        facts["size"] = f"{readable_size(sum(files.values()))} in {count}"
+    lines = [f"Checkpoint {os.fspath(path)}", *columns([[f"  {name}", text] for name, text in facts.items() if text])]
+    optimizers = checkpoint.get("optimizer_states")
+    for number, optimizer in enumerate(optimizers if isinstance(optimizers, list) else ()):
+        lines += ["", f"Optimizer {number}", *_optimizer_lines(_mapping(optimizer))]
+    if tensors:
+        lines += ["", "Weights", *columns([_weight_row(*item) for item in state.items()], right=(3,))]
+    if files:
+        rows = [[f"  {name}", readable_size(nbytes)] for name, nbytes in files.items()]
+        lines += ["", "Files", *columns(rows, right=(1,))]
+    return "\n".join(map(_printable, lines))
 
 
 def _files(found: Found, path: str | os.PathLike[str]) -> dict[str, int]:
@@ -186,23 +139,18 @@ def _plan_facts(plan: Mapping[str, Any], world_size: str) -> dict[str, str]:
 
 
 def _optimizer_lines(optimizer: Mapping[str, Any]) -> list[str]:
-    rows = [[f"  state {key}", str(group)] for key, group in _states(optimizer).items()]
+    by_key: dict[str, list[Tensor]] = {}  # the tensors of its state by what they are called
+    for state in _mapping(optimizer.get("state")).values():
+        for key, value in _mapping(state).items():
+            if isinstance(value, Tensor):
+                by_key.setdefault(str(key), []).append(value)
+    rows = [[f"  state {key}", _counted(tensors)] for key, tensors in by_key.items()]
     for number, group in enumerate(_groups(optimizer)):
         count = f"{group.pop('parameters')} parameters" if group else "not a group of parameters"
         rows.append(
             [f"  group {number}", ", ".join([count, *(f"{key} {_short(value)}" for key, value in group.items())])]
         )
     return columns(rows)
-
-
-def _states(optimizer: Mapping[str, Any]) -> dict[str, TensorGroup]:
-    """The tensors of an optimizer's state by what they are called."""
-    by_key: dict[str, list[Tensor]] = {}
-    for state in _mapping(optimizer.get("state")).values():
-        for key, value in _mapping(state).items():
-            if isinstance(value, Tensor):
-                by_key.setdefault(str(key), []).append(value)
-    return {key: TensorGroup(tensors) for key, tensors in by_key.items()}
 
 
 def _groups(optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:

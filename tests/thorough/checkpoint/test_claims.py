@@ -25,7 +25,7 @@ from lightning_zero.checkpoint import open_checkpoint, save_checkpoint_directory
 from lightning_zero.checkpoint.format.torch_file import archive_entries
 from lightning_zero.checkpoint.storage import files as ranges
 from lightning_zero.errors import CheckpointError, shortened
-from lightning_zero.extensions.inspection.contents import inspect_checkpoint
+from lightning_zero.extensions.inspection.contents import describe_checkpoint
 from tests.helpers.samples import checkpoint, control, end_to_end
 from tests.thorough.fuzz.checkpoints.child import bounded
 
@@ -60,7 +60,7 @@ def read(path: Path) -> None:
 ACTIONS: dict[str, Callable[[Path], Any]] = {
     "load": read,
     "weights": load_full_state_dict,
-    "inspect": lambda path: inspect_checkpoint(path).describe(tensors=True),
+    "inspect": lambda path: describe_checkpoint(path, tensors=True),
     "verify": lambda path: list(verify_checkpoint(path)),
 }
 
@@ -113,7 +113,7 @@ def test_a_terabyte_of_safetensors_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     os.truncate(tmp_path / "x.safetensors", 8 + len(header) + nbytes)
     is_refused(tmp_path / "x.safetensors", "The tensor 'w' claims 1099511627776 bytes", only=("load", "weights"))
-    assert bounded(lambda: inspect_checkpoint(tmp_path / "x.safetensors").describe()).kind == "returned"
+    assert bounded(lambda: describe_checkpoint(tmp_path / "x.safetensors")).kind == "returned"
     ended = bounded(lambda: list(verify_checkpoint(tmp_path / "x.safetensors")))
     assert (ended.kind, ended.value) == ("returned", [])
 
@@ -277,7 +277,7 @@ def test_a_name_does_not_widen_the_table(own: Path) -> None:
             }
         ),
     )
-    assert len(inspect_checkpoint(own).describe(tensors=True)) < 1_000_000
+    assert len(describe_checkpoint(own, tensors=True)) < 1_000_000
 
 
 def test_a_record_is_not_written_too_large_to_be_read(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:

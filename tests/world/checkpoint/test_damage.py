@@ -22,7 +22,7 @@ from lightning_zero.checkpoint import (
 )
 from lightning_zero.errors import CheckpointError
 from lightning_zero.extensions.inspection import verification
-from lightning_zero.extensions.inspection.contents import inspect_checkpoint
+from lightning_zero.extensions.inspection.contents import describe_checkpoint
 from tests.helpers.samples import checkpoint, control, end_to_end, load_and_verify, parameters
 from tests.helpers.world import run_world
 
@@ -182,7 +182,7 @@ def test_a_record_that_does_not_fit_the_files_is_refused(
     with pytest.raises(CheckpointError, match=r"zero\.json"):
         load(damaged)
     with pytest.raises(CheckpointError, match=r"zero\.json"):
-        inspect_checkpoint(damaged)
+        describe_checkpoint(damaged)
     (damage,) = verify_checkpoint(damaged)
     assert "zero.json" in damage
 
@@ -190,14 +190,14 @@ def test_a_record_that_does_not_fit_the_files_is_refused(
 def test_a_plan_that_was_forged_is_named(damaged: Path) -> None:
     rewrite(damaged, lambda content: content.update(plan={"$": "nope"}))
     with pytest.raises(CheckpointError, match=r"zero\.json' cannot be used: an unknown type 'nope'"):
-        inspect_checkpoint(damaged)
+        describe_checkpoint(damaged)
 
 
 def test_an_optimizer_that_is_none_is_described(tmp_path: Path) -> None:
     states = [{"state": [], "param_groups": [3, {"params": 1}]}, {"state": {0: 1}, "param_groups": 5}]
     rest = {"state_dict": {}, "lightning_zero": {"excluded_frozen": 3}}
     torch.save({**rest, "optimizer_states": states}, tmp_path / "x.ckpt")
-    assert inspect_checkpoint(tmp_path / "x.ckpt").describe().count("not a group") == 2
+    assert describe_checkpoint(tmp_path / "x.ckpt").count("not a group") == 2
 
 
 def test_whatever_goes_wrong_while_verifying_is_a_damage(damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +212,7 @@ def test_names_do_not_command_the_terminal(damaged: Path) -> None:
     name = "\x1b[2J\x1b]0;x\x07\nü"
     entry = {"path": ["state_dict", name], "dtype": "float32", "shape": [0], "chunks": []}
     rewrite(damaged, lambda content: content["items"].update({name: entry}))
-    text = inspect_checkpoint(damaged).describe(tensors=True)
+    text = describe_checkpoint(damaged, tensors=True)
     assert r"\x1b[2J\x1b]0;x\x07\nü" in text
     assert all(letter.isprintable() for letter in text.replace("\n", ""))
 

@@ -28,7 +28,7 @@ from lightning_zero import CheckpointPolicy, ZeroStrategy, verify_checkpoint
 from lightning_zero.checkpoint import StoredTensor, is_checkpoint_directory_at, open_checkpoint
 from lightning_zero.checkpoint.consolidated import consolidate_checkpoint
 from lightning_zero.errors import CheckpointError
-from lightning_zero.extensions.inspection.contents import inspect_checkpoint
+from lightning_zero.extensions.inspection.contents import describe_checkpoint
 from lightning_zero.loading import load_full_state_dict
 from tests.helpers.runs import Net, batches, quiet, values_of, zero
 from tests.helpers.samples import control
@@ -306,7 +306,7 @@ def test_it_is_consolidated_inspected_and_loaded(tmp_path: Path, foreign: types.
     untied = {name: value for name, value in save.values.items() if name != "head.weight"}  # as Hugging Face has it
     assert_same(load_full_state_dict(tmp_path / "out.safetensors"), untied)
     assert_same(load_full_state_dict(save.root), save.values)
-    text = inspect_checkpoint(save.root).describe()
+    text = describe_checkpoint(save.root)
     assert "sharded directory of DeepSpeed" in text
     assert save.model(stage) in text
 
@@ -391,7 +391,7 @@ def test_the_universal_format_holds_the_same(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Left out")
         assert verify_checkpoint(folder).is_whole
-        assert "zero/body.weight/exp_avg.pt" in inspect_checkpoint(folder).describe()
+        assert "zero/body.weight/exp_avg.pt" in describe_checkpoint(folder)
     flat = save.states["state"]["body.weight"]["exp_avg_sq"].flatten()
     part = torch.empty(50)
     checkpoint["optimizer_states"][0]["state"]["body.weight"]["exp_avg_sq"].read_into(part, 17)

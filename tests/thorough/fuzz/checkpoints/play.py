@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from lightning_zero import verify_checkpoint
 from lightning_zero.errors import CheckpointError
-from lightning_zero.extensions.inspection.contents import inspect_checkpoint
+from lightning_zero.extensions.inspection.contents import describe_checkpoint
 from tests.thorough.fuzz.checkpoints.child import bounded
 from tests.thorough.fuzz.checkpoints.damages import Case
 from tests.thorough.fuzz.checkpoints.formats import fingerprint
@@ -81,5 +81,5 @@ def _looked_into(path: Path, folder: Path) -> tuple[Any, bool]:
         if len(str(error)) > 5000:
             raise ValueError(f"a message of {len(str(error))} letters") from None
     with contextlib.suppress(CheckpointError):
-        inspect_checkpoint(path).describe(tensors=True)
+        describe_checkpoint(path, tensors=True)
     return loaded, verify_checkpoint(path).is_whole
