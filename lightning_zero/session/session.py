@@ -43,23 +43,19 @@ __all__ = ["Dtypes", "ZeroSession", "make_steps", "make_tiers", "step_threads"]
 
 
 class Dtypes:
-    """The precision of a run, where all keeps its own dtype. ``ZeroPrecision`` overrides what it changes."""
+    """The precision of a run, where all keeps its own dtype. ``ZeroPrecision`` has what it changes.
 
-    @property
-    def param_dtype(self) -> torch.dtype | None:
-        """What units compute in; ``None``: each parameter's own dtype."""
-        return None
+    Attributes:
+        param_dtype: what units compute in; ``None``: each parameter's own dtype.
+        reduce_dtype: what gradients are averaged in; ``None``: each parameter's own dtype.
+        scales_loss: whether gradients are multiplied by a scale that changes.
+        full_precision: class names of modules whose parameters keep their own dtype in units.
+    """
 
-    @property
-    def reduce_dtype(self) -> torch.dtype | None:
-        """What gradients are averaged in; ``None``: each parameter's own dtype."""
-        return None
-
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
     scales_loss: bool = False
-    """Whether gradients are multiplied by a scale that changes."""
-
     full_precision: Sequence[str] = ()
-    """Class names of modules whose parameters keep their own dtype in units."""
 
     def would_cast(self, module: nn.Module) -> bool:
         """Whether ``convert_module`` would change a parameter, so that its values must be in memory first."""

@@ -127,7 +127,8 @@ class ZeroPrecision(Dtypes, Precision):
         if precision == "16-mixed":
             self.scaler = LossScaler() if scaler is None else LossScaler.of(scaler)
         self.scales_loss = self.scaler is not None and self.scaler.is_enabled()
-        self._reduce_dtype = reduce_dtype
+        self.param_dtype = MIXED_DTYPES.get(precision)
+        self.reduce_dtype = None if reduce_dtype is None else _DTYPES[reduce_dtype]
         self._device_type = "cpu"
         self._totals: Totals = ControlGroup(None)
         self._adapter: Callable[[Optimizer], ShardedOptimizer] | None = None
@@ -147,16 +148,6 @@ class ZeroPrecision(Dtypes, Precision):
             f"{type(plugin).__name__} is not supported by ZeroStrategy. Use precision= one of "
             f"{', '.join(get_args(PrecisionName))}, or pass ZeroPrecision(...) as a plugin."
         )
-
-    @property
-    def param_dtype(self) -> torch.dtype | None:
-        """What units compute in, ``None`` for the parameters' own dtype."""
-        return MIXED_DTYPES.get(self.precision)
-
-    @property
-    def reduce_dtype(self) -> torch.dtype | None:
-        """What gradients are averaged in, ``None`` for the parameters' own dtype."""
-        return None if self._reduce_dtype is None else _DTYPES[self._reduce_dtype]
 
     def attach(self, device: torch.device, totals: Totals, adapter: Callable[[Optimizer], ShardedOptimizer]) -> None:
         """Connect to a run, where ``adapter`` finds the sharded view of an optimizer."""
