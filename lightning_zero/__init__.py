@@ -130,10 +130,9 @@ def register_strategies() -> None:
 
     ``zero`` takes the first of them that fits when a fit begins.
     ``_offload`` keeps the optimizer in host memory, ``zero3_offload`` the parameters too, and ``zero3_offload_nvme``
-    both in files in ``/local_nvme``, as ``deepspeed_stage_3_offload_nvme`` does. ``zero_3`` and ``zero3-offload`` are
-    aliases. A name that is already registered is not replaced. On command lines and in configurations each name is
-    also a class, ``lightning_zero.zero3``, with the arguments of ``ZeroStrategy`` except ``stage``:
-    ``--trainer.strategy=zero3 --trainer.strategy.prefetch=2``.
+    both in files in ``/local_nvme``, as ``deepspeed_stage_3_offload_nvme`` does. A name that is already registered is
+    not replaced. On command lines and in configurations each name is also a class, ``lightning_zero.zero3``, with the
+    arguments of ``ZeroStrategy`` except ``stage``: ``--trainer.strategy=zero3 --trainer.strategy.prefetch=2``.
     """
     on_host, parameters_too = HostOffload(), HostOffload(parameters=True)
     for stage, what, offload in (
@@ -150,13 +149,11 @@ def register_strategies() -> None:
 
 
 def _register(name: str, description: str, stage: Any, default: Offload | None = None) -> None:
-    spellings = (name, name.replace("zero", "zero_"), name.replace("zero", "zero-"), name.replace("_", "-"))
-    for spelling in spellings if name != "zero" else [name]:
-        if spelling.isidentifier() and spelling not in StrategyRegistry and spelling not in globals():
-            globals()[spelling] = _class_with_arguments(spelling, stage, default)
-        for registry, strategy in ((StrategyRegistry, ZeroStrategy), (STRATEGY_REGISTRY, ZeroFabricStrategy)):
-            if spelling not in registry:
-                registry.register(spelling, strategy, description=description, stage=stage, offload=default)
+    if name not in StrategyRegistry and name not in globals():
+        globals()[name] = _class_with_arguments(name, stage, default)
+    for registry, strategy in ((StrategyRegistry, ZeroStrategy), (STRATEGY_REGISTRY, ZeroFabricStrategy)):
+        if name not in registry:
+            registry.register(name, strategy, description=description, stage=stage, offload=default)
 
 
 def _class_with_arguments(name: str, stage: Any, default: Offload | None) -> type:

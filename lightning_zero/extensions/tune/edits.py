@@ -14,7 +14,7 @@ from lightning_zero.extensions.tune.search import Settings
 __all__ = ["Place", "batch_keys", "configured", "edited", "lookup", "settings_of"]
 
 Place = tuple[str, ...]
-_NAME = re.compile(r"(.*\.)?zero[_-]?([123]?)([_-]offload)?([_-]nvme)?$")  # of our strategies, as names or as classes
+_NAME = re.compile(r"(.*\.)?zero([123]?)(_offload)?(_nvme)?$")  # of our strategies, as names or as classes
 
 
 def lookup(config: Any, place: Place) -> Any:
@@ -68,7 +68,7 @@ def configured(config: Any, given: Settings, chosen: Settings, batch_key: Place 
             arguments["offload"] = "cpu" if chosen.offload else None
     if moved or arguments:
         named, plain = _NAME.match(str(name)), not isinstance(trainer.get("strategy"), Mapping)
-        kept = chosen.strategy if moved or not named else str(name).rpartition(".")[2].replace("-", "_")
+        kept = chosen.strategy if moved or not named else str(name).rpartition(".")[2]
         if plain and named and not arguments:
             trainer["strategy"] = kept
         else:

@@ -191,10 +191,10 @@ NESTED = """
     [
         ("zero3", {"stage": 1}, "zero1"),
         ("zero3_offload", {"stage": 1, "offload": False}, "zero1"),
-        ("zero_3", {"offload": True}, "zero3_offload"),
+        ("zero3", {"offload": True}, "zero3_offload"),
         ("zero", {"stage": 2}, "zero2"),
         (
-            "zero3-offload",
+            "zero3_offload",
             {"prefetch": 2},
             {"class_path": "lightning_zero.zero3_offload", "init_args": {"prefetch": 2}},
         ),
@@ -238,7 +238,7 @@ def test_only_what_is_tuned_differs(strategy: str, settings: dict[str, Any], exp
     ("strategy", "expected"),
     [
         ("zero3", Settings(3, accumulate=1)),
-        ("zero-2-offload", Settings(2, offload=True)),
+        ("zero2_offload", Settings(2, offload=True)),
         ("zero", Settings(None)),
         ("ddp", Settings(None)),
         (

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
@@ -198,18 +196,6 @@ def test_a_configuration_takes_them_too(
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Names
-
-NAMES = [f"zero{stage}{more}" for stage in (1, 2, 3) for more in ("", "_offload")] + ["zero3_offload_nvme"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_spellings_of_a_name(name: str) -> None:
-    for spelling in (name.replace("zero", "zero_"), name.replace("zero", "zero-"), name.replace("_", "-")):
-        for registry in (StrategyRegistry, STRATEGY_REGISTRY):
-            assert registry[spelling]["init_params"] == registry[name]["init_params"]
-    strategy = Trainer(accelerator="cpu", devices=1, logger=False, strategy=name.replace("zero", "zero_")).strategy
-    assert isinstance(strategy, ZeroStrategy)
-    assert strategy.settings == Trainer(accelerator="cpu", devices=1, logger=False, strategy=name).strategy.settings  # type: ignore[attr-defined]
 
 
 def test_the_name_with_nvme_has_the_path_of_deepspeed() -> None:
