@@ -33,10 +33,9 @@ _JOIN_SECONDS = 60.0  # how long a transfer that is under way may take before it
 
 @dataclass(eq=False)
 class Job:
-    """One transfer, which ``move`` does. If ``droppable``, it need not be done after an error."""
+    """One transfer, which ``move`` does."""
 
     move: Callable[[], None]
-    droppable: bool
     done: bool = False
     error: BaseException | None = None
     _begun: threading.Lock = field(default_factory=threading.Lock)
@@ -60,12 +59,9 @@ class Workers:
         self._over: SimpleQueue[None] = SimpleQueue()  # one for each job that is
         self._jobs: list[Job] = []  # what may not be over
         self._threads: list[threading.Thread] = []
-        self._closed = False
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Have jobs done, in any order."""
-        if self._closed:
-            raise RuntimeError("These threads have ended. This is an error in lightning_zero itself.")
         for index in range(self._count if jobs and not self._threads else 0):
             # Daemons: the end of the process must not wait for them before whoever owns them could close them.
             name = f"{self._name}-{index}"
@@ -84,20 +80,13 @@ class Workers:
             self._over.get()
 
     def settle(self) -> None:
-        """Drop what may be dropped and was not begun, and wait until all other jobs are over."""
+        """Wait until all jobs are over."""
         for job in self._jobs:
-            if job.droppable and job.claim():
-                job.done = True
-            elif not job.done:
+            if not job.done:
                 self._queue.put(job)
         self.wait(lambda: all(job.done for job in self._jobs))
 
-    def close(self) -> bool:
-        """End the threads after what is under way, for good. Whether all of them have ended."""
-        self._closed = True
-        return self.pause()
-
-    def pause(self) -> bool:
+    def end(self) -> bool:
         """End the threads after what is under way; the next job starts others. Whether all of them have ended."""
         for job in self._jobs:
             if job.claim():
@@ -135,16 +124,6 @@ class BufferPool:
         self.nbytes = memory.numel()
         self._taken: deque[tuple[int, int]] = deque()  # begin and end
 
-    @property
-    def empty(self) -> bool:
-        """Whether the memory was given up."""
-        return not self._memory.numel()
-
-    @property
-    def taken(self) -> int:
-        """How many pieces are taken."""
-        return len(self._taken)
-
     def take(self, nbytes: int) -> Tensor | None:
         """A piece of memory, of whole pages, or nothing if there is no room at the moment."""
         if not 0 < nbytes <= self.nbytes or nbytes % PAGE_NBYTES:
@@ -167,15 +146,6 @@ class BufferPool:
     def clear(self) -> None:
         """Give back everything."""
         self._taken.clear()
-
-    def release(self) -> None:
-        """Give the memory up between runs. Nothing may be taken before ``refill``."""
-        self.clear()
-        self._memory = self._memory.new_empty(0)
-
-    def refill(self, memory: Tensor) -> None:
-        """Have memory again: 1-D, ``nbytes`` bytes."""
-        self._memory = memory
 
 
 @dataclass
@@ -316,7 +286,7 @@ class Pipeline:
             nbytes = min(_TRANSFER_NBYTES, span.end - begin)
             place = span.place + begin - span.begin
             memory = window.memory[place : place + nbytes]
-            jobs.append(Job(partial(move, memory, begin), droppable=not write))
+            jobs.append(Job(partial(move, memory, begin)))
         return jobs
 
     def _is_read(self, window: _Window, or_room: bool) -> bool:

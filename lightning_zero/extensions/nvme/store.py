@@ -66,16 +66,15 @@ class NvmeStore:
         self._system = system or FileSystem()
         self.check_space(0)
         staging_nbytes = min(buffer_nbytes // 8, _MOST_STAGING_NBYTES) // PAGE_NBYTES * PAGE_NBYTES
-        pool_nbytes = (buffer_nbytes - staging_nbytes) // PAGE_NBYTES * PAGE_NBYTES
+        self.pool_nbytes = (buffer_nbytes - staging_nbytes) // PAGE_NBYTES * PAGE_NBYTES
         if staging_nbytes <= 0:
             raise ValueError(f"buffer_nbytes must be at least {8 * PAGE_NBYTES}, got {buffer_nbytes}.")
         self._locked = runs_beside(device)
-        self._buffer_nbytes = pool_nbytes + staging_nbytes
-        self.pool = BufferPool(host_memory(pool_nbytes, locked=self._locked, inherited=False))
+        self._buffer_nbytes = self.pool_nbytes + staging_nbytes
         self._workers = Workers(io_threads, "lightning_zero-offload")
+        self._pipeline: Pipeline | None = self._make_pipeline()
         staging = host_memory(staging_nbytes, locked=False, inherited=False)
         self._file = DataFile(self.path, rank, self._system, staging)
-        self._pipeline = Pipeline(self.pool, self._workers)
         self._closing = weakref.finalize(self, _close, self._workers, self._file)
 
     @property
@@ -119,10 +118,14 @@ class NvmeStore:
         return FileTensor(region, 0, torch.Size((numel,)))
 
     def pipeline(self) -> Pipeline:
-        """What windows pass through; the same object every time. Ask for it before every run."""
-        if self.pool.empty:
-            self.pool.refill(host_memory(self.pool.nbytes, locked=self._locked, inherited=False))
+        """What windows pass through. Ask for it before every run."""
+        self._file.check_usable()
+        self._pipeline = self._pipeline or self._make_pipeline()
         return self._pipeline
+
+    def _make_pipeline(self) -> Pipeline:
+        pool = BufferPool(host_memory(self.pool_nbytes, locked=self._locked, inherited=False))
+        return Pipeline(pool, self._workers)
 
     def window_numel(self, itemsizes: Sequence[int]) -> int:
         """How many elements a window should have so that several fit into the pool: a multiple of ``WINDOW_ALIGNMENT``.
@@ -130,20 +133,20 @@ class NvmeStore:
         ``itemsizes`` are those of the dtypes of its parts, in bytes.
         """
         least = max(1, sum(itemsizes)) * WINDOW_ALIGNMENT
-        if least > self.pool.nbytes:
+        if least > self.pool_nbytes:
             raise OffloadError(
-                f"Rank {self._rank}: the buffers have {self.pool.nbytes} bytes, and the smallest window takes {least}. "
+                f"Rank {self._rank}: the buffers have {self.pool_nbytes} bytes, and the smallest window takes {least}. "
                 "Set a larger `buffer_mib`."
             )
-        nbytes = min(self.pool.nbytes // _WINDOWS, _MOST_WINDOW_NBYTES)
+        nbytes = min(self.pool_nbytes // _WINDOWS, _MOST_WINDOW_NBYTES)
         return max(1, nbytes // least) * WINDOW_ALIGNMENT
 
     def rest(self) -> None:
         """Leave no thread and no pool between runs. What is in the file stays, for later runs and for checkpoints after
         the last one."""
         if self._file.is_ours:
-            self._workers.pause()
-            self.pool.release()
+            self._workers.end()
+            self._pipeline = None
 
     def close(self) -> None:
         """End the threads, close the file, which frees its space, give back the memory. The second time, nothing.
@@ -263,7 +266,7 @@ def _close(workers: Workers, file: DataFile) -> None:
     if not file.is_ours:
         return
     file.close()  # what is under way stops at its next page
-    if not workers.close():
+    if not workers.end():
         with contextlib.suppress(Warning):  # where warnings are errors, the end of a run still is none
             left = "A thread that reads or writes offloaded files did not end: its disk does not answer."
             warnings.warn(left, stacklevel=2)

@@ -11,51 +11,35 @@ from tests.helpers.waiting import until
 PATIENCE_SECONDS = 10.0
 
 
-def job(move: Callable[[], None], *, droppable: bool = False) -> Job:
-    return Job(move, droppable)
-
-
 def wait_until(condition: Callable[[], bool]) -> None:
     assert until(condition, PATIENCE_SECONDS)
-
-
-def test_settling_drops_what_was_not_begun_and_finishes_the_rest() -> None:
-    workers, moved = Workers(1, "test-workers"), []
-    dropped = job(lambda: moved.append("dropped"), droppable=True)
-    first = job(lambda: wait_until(lambda: dropped.done))  # under way until settling has dropped the second one
-    kept = job(lambda: moved.append("kept"))
-    workers.submit([first, dropped, kept])
-    workers.settle()
-    assert moved == ["kept"]
-    assert first.error is None
-    assert workers.close()
 
 
 def test_a_job_that_never_reached_the_queue_is_settled() -> None:
     """An interrupt may come between noting a job and queueing it."""
     workers, moved = Workers(2, "test-workers"), []
-    workers.submit([job(lambda: None)])
-    lost = job(lambda: moved.append("lost"))
+    workers.submit([Job(lambda: None)])
+    lost = Job(lambda: moved.append("lost"))
     workers._jobs.append(lost)
     workers.settle()
     assert moved == ["lost"]
-    assert workers.close()
+    assert workers.end()
 
 
 def test_errors_belong_to_their_job() -> None:
     workers = Workers(2, "test-workers")
-    failing, fine = job(lambda: [][0]), job(lambda: None)
+    failing, fine = Job(lambda: [][0]), Job(lambda: None)
     workers.submit([failing, fine])
     workers.wait(lambda: failing.done and fine.done)
     assert isinstance(failing.error, IndexError)
     assert fine.error is None
-    assert workers.close()
+    assert workers.end()
 
 
 def test_a_thread_that_frees_the_owner_does_not_wait_for_itself() -> None:
     """As when the last reference to a store goes while a job is being done."""
     workers, ended = Workers(1, "test-workers"), []
-    closing = job(lambda: ended.append(workers.close()))
+    closing = Job(lambda: ended.append(workers.end()))
     workers.submit([closing])
     workers.wait(lambda: closing.done)
     assert closing.error is None
