@@ -159,7 +159,6 @@ def _narrowed(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
 class ShardSlice:
     """The part of one parameter that lies in one rank's shard."""
 
-    name: str  # the parameter's name
     parameter_start: int  # first owned element of the flattened parameter
     shard_start: int  # the place of that element in the shard
     # Owned elements; 0 if the rank owns nothing of this parameter. Both starts are in bounds even then, so that
@@ -255,7 +254,7 @@ class FlatLayout:
         first = min(max(shard_start, offset), offset + spec.numel)
         last = min(max(shard_end, offset), offset + spec.numel)
         place = min(max(first, shard_start), shard_end) - shard_start
-        return ShardSlice(spec.name, first - offset, place, last - first)
+        return ShardSlice(first - offset, place, last - first)
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """``(start, end)`` element ranges that belong to no parameter, in order: alignment gaps and the tail padding.

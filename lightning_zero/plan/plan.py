@@ -244,11 +244,6 @@ class ZeroPlan:
         return tuple([spec for unit in self.units for spec in unit.parameters])
 
     @property
-    def numel(self) -> int:
-        """Real elements of all units, without gaps and padding."""
-        return sum(layout.parameter_numel for layout in self.layouts)
-
-    @property
     def layouts(self) -> tuple[FlatLayout, ...]:
         """Of all units, in plan order."""
         return tuple([layout for unit in self.units for layout in unit.layouts])

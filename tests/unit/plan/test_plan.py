@@ -41,7 +41,6 @@ def test_every_parameter_is_planned_once(
     model = on_meta(build)
     plan = build_plan(model, stage=stage, world_size=world_size, bucket_mib=0.05, param_dtype=param_dtype)
     assert sorted(spec.name for spec in plan.parameters) == every_name(model)
-    assert plan.numel == sum(parameter.numel() for parameter in model.parameters())
     assert (plan.root == 0) == (stage == 3 and (world_size > 1 or param_dtype is not None))
     for unit in plan.units:
         assert all(layout.world_size == world_size for layout in unit.layouts)
