@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -134,7 +134,7 @@ def full_gradient(module: nn.Module, name: str) -> Tensor | None:
 
 
 @contextmanager
-def full_gradients(module: nn.Module, names: Sequence[str] | None = None) -> Iterator[None]:
+def full_gradients(module: nn.Module) -> Iterator[None]:
     """Gather the averaged gradients of parameters below ``module`` into ``.grad``, as DDP leaves them.
 
     They are ordinary tensors of the parameters' dtype, which you may read, edit, replace or set to ``None``.
@@ -142,14 +142,12 @@ def full_gradients(module: nn.Module, names: Sequence[str] | None = None) -> Ite
     uses what ``.grad`` contains when the block ends. If the block raises an exception, the gradients do not change.
 
     Costs one all-gather of these gradients, their full size in device memory on every rank during the block, and a
-    checksum at its end. Pass ``names`` if you need only a few parameters.
+    checksum at its end. Pass a part of the module if you need only a few parameters.
 
     Args:
         module: the LightningModule or any module below it. A module that is not sharded stays as it is.
-        names: parameters, by their names within ``module``; ``None``: all of them. Frozen ones have no gradient.
 
     Raises:
-        ValueError: if there is no such parameter.
         DivergenceError: on every rank, if the ranks leave different gradients.
 
     Collective: every rank. Between a backward (``on_after_backward``) and ``zero_grad``. Gradients of a backward that
@@ -165,12 +163,7 @@ def full_gradients(module: nn.Module, names: Sequence[str] | None = None) -> Ite
     if engine is None:
         yield
         return
-    known = dict(module.named_parameters(remove_duplicate=False))
-    for name in names or ():
-        if name not in known:
-            raise ValueError(f"{type(module).__name__} has no parameter '{name}'.")
-    chosen = module.parameters() if names is None else [known[name] for name in names]
-    with gathered_gradients(engine, list(chosen)):
+    with gathered_gradients(engine, list(module.parameters())):
         yield
 
 
