@@ -61,9 +61,29 @@ tcp_store: Callable[..., Any] = getattr(dist, "TCPStore")  # noqa: B009
 version_of: Callable[[Tensor], int] = getattr(Tensor._version, "__get__")  # noqa: B009
 
 
-# Names since 2.13, where the ones until 2.12 warn at every call.
-all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# The methods' names since 2.13, and those until 2.12.
+_gather: Any = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
+_reduce: Any = getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
+_options: Any = torch._C._distributed_c10d
+_GATHERED, _SUMMED = _options.AllgatherOptions(), _options.ReduceScatterOptions()
+_GATHERED.asyncOp = _SUMMED.asyncOp = False
+_SUMMED.reduceOp = dist.ReduceOp.SUM
+
+
+def all_gather_single(output: Tensor, input: Tensor, group: dist.ProcessGroup | None) -> None:
+    """What torch's function of this name does, less its questions about the arguments, which take as long again."""
+    if output.is_complex():
+        output, input = torch.view_as_real(output), torch.view_as_real(input)
+    work = _gather(group or dist.group.WORLD, output, input, _GATHERED)
+    if work is not None:
+        work.wait()
+
+
+def reduce_scatter_single(output: Tensor, input: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Likewise. Sums."""
+    work = _reduce(group or dist.group.WORLD, output, input, _SUMMED)
+    if work is not None:
+        work.wait()
 
 
 def new_group(

@@ -26,7 +26,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from functools import cache, partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple, cast
 
@@ -34,7 +34,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero._torch import all_gather_single, reduce_scatter_single, tensor_allocator, untracked
+from lightning_zero._torch import (
+    all_gather_single,
+    outside_of_transforms,
+    reduce_scatter_single,
+    tensor_allocator,
+    untracked,
+)
 from lightning_zero.comm.collectives import Collectives, Content, LocalCollectives, Pending
 from lightning_zero.comm.control import ABOUT_GRADIENTS, LOOK_SECONDS, naming_failures, passed_on, verdict
 from lightning_zero.comm.groups import Groups, connections, places_by_host
@@ -68,6 +74,9 @@ class NativeCollectives(Collectives):
     priority of its options (``is_high_priority_stream``), an event there and one back for each. Which groups carry
     them: see [Note: one order on a device].
     """
+
+    registered = False
+    """Whether all that is gathered and reduced lies in memory that the process groups allocate and register."""
 
     def __init__(self, groups: Groups, streams: Streams, across: NativeCollectives | None = None) -> None:
         super().__init__(groups.shard.rank, groups.shard.world_size, streams.device, groups.abandoned)
@@ -144,11 +153,6 @@ class NativeCollectives(Collectives):
     def _behind(self, what: str, keep: Sequence[Tensor] = ()) -> Pending:
         """A transfer that ends with what was issued so far on the current stream."""
         return Pending(what, self.streams.mark(), self.streams, keep)
-
-    @property
-    def registered(self) -> bool:
-        """Whether all that is gathered and reduced lies in memory that the process groups allocate and register."""
-        return isinstance(self.asked, Exchange) and self.asked.allocate_memory_from_process_group
 
     def lend(self, nbytes: int, gathered: bool = False) -> Tensor | None:
         if not self.registered:
@@ -401,7 +405,15 @@ def divide(total: Tensor, divisor: int) -> None:
     if divisor & (divisor - 1):
         total.div_(divisor)
     elif divisor != 1:
-        total.mul_(1 / divisor)  # exact for a power of two, hence the same bits, and faster
+        total.mul_(_scalar(1 / divisor))  # exact for a power of two, hence the same bits, and faster
+
+
+@cache
+def _scalar(value: float) -> Tensor:
+    """A number as torch has it: it makes a tensor of every other one, and casts that, which takes longer than to
+    multiply by it."""
+    with torch.inference_mode(False), outside_of_transforms():
+        return torch.tensor(value, device="cpu")
 
 
 def average(result: Tensor, pieces: Sequence[Tensor], divisor: int, spare: bool = False) -> None:
@@ -475,6 +487,7 @@ def choose_collectives(
                 "allocate_memory_from_process_group needs process groups with memory of their own: nccl's on GPUs with "
                 "NVLink SHARP, and neither compression nor secondary_shards between nodes. Leave it out."
             )
+        wire.registered = True
         wire.lend(1), wire.lend(1, gathered=True)  # connects the groups, which takes all ranks at once
     return cast(Collectives, wire)
 

@@ -89,11 +89,11 @@ seen = {}
 def noted(module, name):
     call = getattr(module, name)
 
-    def noting(tensor, *arguments, async_op=False, **named):
-        if tensor.is_cuda and not async_op:
+    def noting(tensor, *arguments, **named):
+        if tensor.is_cuda and not named.get("async_op"):
             stream = torch.cuda.current_stream()
             seen.setdefault((name, stream.stream_id, stream.priority), []).append(tensor)
-        return call(tensor, *arguments, async_op=async_op, **named)
+        return call(tensor, *arguments, **named)
 
     setattr(module, name, noting)
 
