@@ -336,14 +336,16 @@ def is_compiled_module(module: torch.nn.Module) -> bool:
 def take_gradient(parameter: Tensor) -> Tensor | None:
     """A parameter's gradient, which it no longer has then; unseen by torch function modes."""
     with torch._C.DisableTorchFunction() if watched() else nullcontext():
-        gradient = _get_gradient(parameter)
-        _set_gradient(parameter, None)
+        gradient = get_gradient(parameter)
+        set_gradient(parameter, None)
     return gradient
 
 
-# The descriptor itself, past what a subclass of Parameter shows in its place.
-_get_gradient: Callable[[Tensor], Tensor | None] = getattr(Tensor.grad, "__get__")  # noqa: B009
-_set_gradient: Callable[[Tensor, Tensor | None], None] = getattr(Tensor.grad, "__set__")  # noqa: B009
+# The descriptors themselves, past what a subclass of Parameter shows in their place.
+get_data: Callable[[Tensor], Tensor] = getattr(Tensor.data, "__get__")  # noqa: B009
+set_data: Callable[[Tensor, Tensor], None] = getattr(Tensor.data, "__set__")  # noqa: B009
+get_gradient: Callable[[Tensor], Tensor | None] = getattr(Tensor.grad, "__get__")  # noqa: B009
+set_gradient: Callable[[Tensor, Tensor | None], None] = getattr(Tensor.grad, "__set__")  # noqa: B009
 
 
 def tensor_allocator(group: Any, device: torch.device) -> Any:

@@ -451,7 +451,7 @@ class ZeroEngine:
         for other in list(active):
             if other is not unit and other.plan.index not in unit.plan.ancestors:
                 self._finish(other)
-        if unit not in active and unit.read_in_backward:
+        if unit not in active and (not unit.plan.looks_up or unit.read_in_backward):
             self._schedule.unshard(unit)
             active[unit] = (
                 self.means.spans.begin(Phase.BACKWARD, unit.name, unit.nbytes) if self.means.spans.heard else None

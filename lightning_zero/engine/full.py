@@ -347,7 +347,7 @@ def gathered_gradients(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -
             return
         try:
             found = whole_gradients(engine, slices, what)
-            shown.update({one.user: _joined(one, found[one.user]) for one in slices})
+            shown.update({one.user: None if (g := found[one.user]) is None else joined(one, g) for one in slices})
             failure, writes = (yield from _block()), ExternalWrites()
             for one in slices:
                 gradient = shown[one.user]
@@ -364,10 +364,6 @@ def gathered_gradients(engine: ZeroEngine, parameters: Iterable[nn.Parameter]) -
         finally:
             for one in slices:
                 shown.pop(one.user, None)
-
-
-def _joined(one: Slice, gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None else joined(one, gradient)
 
 
 def whole_gradients(engine: ZeroEngine, slices: Sequence[Slice], what: str) -> dict[nn.Parameter, Tensor | None]:

@@ -132,7 +132,8 @@ class EngineHooks:
         Else it would go with the Trainer of its fit, at another moment on every rank, and gradients elsewhere with it.
         """
         module = self._engine.module
-        self._handles.append(module.register_state_dict_pre_hook(_Attached(partial(_keep, self._engine), module)))
+        keep = _Attached(lambda *_, engine=self._engine: None, module)
+        self._handles.append(module.register_state_dict_pre_hook(keep))
         register: Any = Tensor.register_post_accumulate_grad_hook
         for bucket in buckets:
             for position, parameter in enumerate(bucket.flat.parameters):
@@ -327,10 +328,6 @@ def _evaluated(engine: Any, unit: ShardedUnit, module: nn.Module, *called: Any) 
     """``before_unit_forward`` of what a module looks at when it evaluates."""
     if not module.training:
         engine.before_unit_forward(unit)
-
-
-def _keep(engine: Any, *args: Any) -> None:
-    """A hook that does nothing but hold the engine."""
 
 
 @dataclass(eq=False, slots=True)

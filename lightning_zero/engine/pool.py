@@ -20,6 +20,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -41,7 +42,7 @@ from lightning_zero.plan.layout import FlatLayout
 from lightning_zero.plan.plan import IDLE_NBYTES, KEPT_NBYTES, Plan, kept_nbytes, pack
 from lightning_zero.shards.slice import views_of
 
-__all__ = ["Buffer", "BufferPool", "FlatBuffer", "carve"]
+__all__ = ["Buffer", "BufferPool", "FlatBuffer", "Form"]
 
 T = TypeVar("T")
 
@@ -64,15 +65,20 @@ class FlatBuffer(NamedTuple):
         return cls(flat, views_of(flat, layout), gaps)
 
 
-def carve(memory: Tensor, layouts: Sequence[FlatLayout], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Flat buffers of several layouts, each of its dtype, one after the other in 1-D bytes."""
-    parts = [(layout.numel, dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
-    starts, _ = pack(parts)
-    with untracked():
-        return [
-            memory.narrow(0, start, numel * dtype.itemsize).view(dtype)
-            for start, (numel, dtype) in zip(starts, parts, strict=True)
-        ]
+Form = Callable[[Tensor], tuple[tuple[list[FlatBuffer], list[Tensor]], int]]
+"""What cuts a buffer's memory for layouts: into their flat buffers, and the views of all parameters; and how many
+tensors these are."""
+
+
+def _cut(layouts: Sequence[FlatLayout], dtypes: Sequence[torch.dtype], memory: Tensor) -> Any:
+    starts, _ = pack([(layout.numel, dtype) for layout, dtype in zip(layouts, dtypes, strict=True)])
+    rooms: list[FlatBuffer] = []
+    for start, layout, dtype in zip(starts, layouts, dtypes, strict=True):
+        with untracked():
+            flat = memory.narrow(0, start, layout.numel * dtype.itemsize).view(dtype)
+        rooms.append(FlatBuffer.of(flat, layout))
+    views = [view for room in rooms for view in room.views]
+    return (rooms, views), len(views) + sum(1 + len(room.gaps) for room in rooms)
 
 
 class Buffer:
@@ -85,7 +91,7 @@ class Buffer:
         home: the stream that its memory belongs to.
     """
 
-    __slots__ = ("free", "home", "key", "made", "memory", "own", "place", "pool", "unit", "version")
+    __slots__ = ("free", "home", "key", "made", "memory", "own", "place", "pool", "unit", "version", "views")
 
     def __init__(self, pool: BufferPool, memory: Tensor, place: Hashable, home: Any = None) -> None:
         self.pool = pool
@@ -95,6 +101,7 @@ class Buffer:
         self.key = storage_key(memory)
         self.unit: Any = None  # whose weights are, or were, in it
         self.version = -1  # and of which version
+        self.views: list[Tensor] = []  # which its parameters show
         self.free: Event = None  # behind this, the memory may be overwritten; ``None``: behind all work so far
         self.made: dict[Any, Any] = {}  # tensors in it that are kept, by what they are
         self.own = users_of(self.key)  # tensors in it that are the engine's
@@ -137,11 +144,20 @@ class BufferPool:
             for unit, nbytes in of_units.items()
             if nbytes > self.sizes[place]
         }
+        self._forms: dict[Hashable, Form] = {}  # by what they depend on
+        self.forms = [self.form(unit.layouts, [part.compute_dtype for part in unit.layouts]) for unit in plan.units]
+        """For full parameters, by unit."""
         self._idle: dict[Hashable, Buffer] = {}
         self._looks = _LOOKS
         self._left: list[tuple[Any, WeakStorage]] = []  # whose weights are where others have tensors
         self.used: dict[int, Buffer] = {}
         """Buffers that were taken, by the key of their storage."""
+
+    def form(self, layouts: Sequence[FlatLayout], dtypes: Sequence[torch.dtype]) -> Form:
+        """Lays layouts into a buffer, each of its dtype: the same for units that are alike, which share its tensors."""
+        shapes = [tuple(spec.shape for spec in layout.parameters) for layout in layouts]
+        key = (*zip(dtypes, shapes, [(layout.offsets, layout.numel) for layout in layouts], strict=True),)
+        return self._forms.setdefault(key, partial(_cut, layouts, dtypes))
 
     def take(self, place: Hashable, unit: int, lent: bool = False) -> Buffer:
         """A buffer for a unit in a place. ``lent``: the other ranks read what is in it before it is reduced."""

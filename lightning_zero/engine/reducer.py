@@ -37,11 +37,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from lightning_zero._torch import WeakStorage, bytes_of, foreach_zero, untracked
+from lightning_zero._torch import bytes_of, foreach_zero, untracked
 from lightning_zero.comm import PATIENCE_SECONDS, Collectives, Pending
 from lightning_zero.engine.agreement import Means
 from lightning_zero.engine.events import Phase
-from lightning_zero.engine.pool import Buffer, FlatBuffer, carve
+from lightning_zero.engine.pool import Buffer, FlatBuffer, Form
 from lightning_zero.engine.unit import Unit
 from lightning_zero.offload.transfers import Copy, Transfer, Transfers
 from lightning_zero.shards.binding import set_data
@@ -84,48 +84,44 @@ class GradientShard:
 
     def __init__(self, flat: FlatParameters, lasting: Tensor | None) -> None:
         self._flat = flat
-        self._lasting = lasting
+        self.lasting = lasting
         self._parts = [] if lasting is None else flat.cut(lasting)
         self._held: Tensor | None = None  # other memory, in a backward
-        self._left: WeakStorage | None = None  # the same, as long as anybody has it
+        self._elsewhere = lasting is None  # whether gradients are in other memory, as long as there are any
         self.numbers = [0] * len(flat.parameters)
         """How many gradients each parameter has had: of one that was cleared nobody may go on to use the memory."""
 
     @property
     def there(self) -> Tensor | None:
         """Its memory, if it has any."""
-        if self._held is None and self._left is not None:
-            storage = self._left.lock()
-            if storage is not None:
-                return bytes_of(storage).view(self._flat.layout.dtype)
-            self._left = None
-        return self._lasting if self._held is None else self._held
-
-    @property
-    def lasts(self) -> bool:
-        """Whether it is in its lasting memory now."""
-        return self._lasting is not None and self.there is self._lasting
+        if self._held is None and self._elsewhere:
+            layout, gradients = self._flat.layout, [one.target.grad for one in self._flat.shards]
+            for storage in [gradient.untyped_storage() for gradient in gradients if gradient is not None]:
+                if storage.nbytes() == layout.shard_numel * layout.dtype.itemsize:  # not the user's
+                    return bytes_of(storage).view(layout.dtype)
+            self._elsewhere = self.lasting is None
+        return self.lasting if self._held is None else self._held
 
     def memory(self, whole: bool = False) -> Tensor:
         """Its memory, which is taken if there is none. ``whole``: it is about to be overwritten as a whole."""
-        memory = self.there if self._held is None else self._held
+        memory = self._held
+        if memory is None and not (whole and self.lasting is None):
+            memory = self.there
         if memory is None:
             layout, make = self._flat.layout, torch.empty if whole else torch.zeros
             memory = make(layout.shard_numel, dtype=layout.dtype, device=self._flat.master.device)
-            self._left = WeakStorage(memory)
-        if memory is not self._lasting:
+        if memory is not self.lasting:
             self._held = memory
         return memory
 
     def move(self) -> None:
         """Leave the lasting memory, with what is there."""
-        self._held = self.memory().clone()
-        self._left = WeakStorage(self._held)
+        self._held, self._elsewhere = self.memory().clone(), True
 
     def parts(self) -> list[Tensor]:
         """Its memory, cut by parameters."""
         memory = self.memory()
-        return self._parts if memory is self._lasting else self._flat.cut(memory)
+        return self._parts if memory is self.lasting else self._flat.cut(memory)
 
     def leave(self) -> None:
         """Leave memory that comes and goes to those who have a gradient in it."""
@@ -206,7 +202,8 @@ class GradientBucket:
     @property
     def in_place(self) -> bool:
         """Whether gradients are collected in a buffer of which the shard is this rank's range."""
-        return self._exact and self.resident is not None and self.room is self._lasting and self.shard.lasts
+        collects = self._exact and self.resident is not None and self.room is self._lasting
+        return collects and self.shard.there is self.shard.lasting
 
     @property
     def touched(self) -> bool:
@@ -518,6 +515,10 @@ class GradientReducer:
             self._siblings[bucket.unit.plan.index].append(bucket)
             if bucket.resident is None:
                 self._guests[bucket.unit.plan.index].append(bucket)
+        self._forms: dict[int, Form] = {}  # of those in a buffer
+        for unit, guests in self._guests.items():
+            layouts = [bucket.flat.layout for bucket in guests]
+            self._forms[unit] = means.pool.form(layouts, [layout.reduce_dtype for layout in layouts])
         self._taken: dict[Hashable, tuple[int, Buffer]] = {}  # by place: which unit collects there, and where
         self._further: list[Buffer] = []  # for units whose place was taken
 
@@ -681,7 +682,7 @@ class GradientReducer:
         if bucket.resident is not None:
             return
         index, pool, place = bucket.unit.plan.index, self._means.pool, ("gradients", bucket.unit.plan.gradient_slot)
-        group = self._guests[index]
+        group, form = self._guests[index], self._forms[index]
         holder, buffer = self._taken.get(place, (index, None))
         if buffer is not None and holder != index:
             holders = self._guests[holder]
@@ -698,15 +699,8 @@ class GradientReducer:
         if buffer is None:
             buffer = pool.take(place, index, lent=True)
             self._taken[place] = index, buffer
-
-        def rooms(memory: Tensor) -> tuple[list[FlatBuffer], int]:
-            layouts = [member.flat.layout for member in group]
-            flats = carve(memory, layouts, [layout.reduce_dtype for layout in layouts])
-            rooms = [FlatBuffer.of(flat, layout) for flat, layout in zip(flats, layouts, strict=True)]
-            return rooms, sum(1 + len(room.views) + len(room.gaps) for room in rooms)
-
-        found: list[FlatBuffer] = buffer.made.get(index) or buffer.keep(index, rooms)
-        for member, room in zip(group, found, strict=True):
+        rooms, _ = buffer.made.get(form) or buffer.keep(form, form)
+        for member, room in zip(group, rooms, strict=True):
             if member.room is None or not member.round.dirty:
                 if member.round.pending is not None:
                     member.drain()

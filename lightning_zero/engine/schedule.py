@@ -298,7 +298,7 @@ class UnitSchedule:
 
     def bring(self, unit: ShardedUnit) -> bool:
         """Have a unit's full parameters in memory. Returns whether they stay until it is let go."""
-        if not unit.resident:
+        if not self.resident(unit.index):
             self.order.need(unit.index)
         with self._means.spans.of(Phase.WAIT_GATHER, unit.name, unit.nbytes) if unit.pending else _NOTHING:
             unit.wait()
@@ -483,7 +483,7 @@ class UnitSchedule:
 
     def announce(self, index: int) -> None:
         """Begin to fetch a unit's shards from where they are offloaded to."""
-        self._means.tiers.ahead(self.sharded[index].sources)
+        self._means.tiers.ahead([flat.source for flat in self.sharded[index].flats])
 
     def may_take(self, index: int) -> bool:
         """Whether a unit may be gathered into the buffer of its place."""

@@ -10,24 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero._torch import forward_hooks, no_subclasses, untracked, version_of
-from lightning_zero.comm import Content, Pending, Streams
+from lightning_zero.comm import Pending, Streams
 from lightning_zero.comm.streams import Event
 from lightning_zero.config import Tier
 from lightning_zero.engine.agreement import ExternalWrites, Means
-from lightning_zero.engine.pool import Buffer, carve
+from lightning_zero.engine.pool import Buffer
 from lightning_zero.errors import OffloadError, ParameterAccessError
 from lightning_zero.plan.plan import UnitPlan, pack
-from lightning_zero.shards.binding import (
-    Bound,
-    absent_kind,
-    binding_of,
-    get_data,
-    hide,
-    original_kind,
-    set_data,
-    show,
-    shown_kind,
-)
+from lightning_zero.shards.binding import Faces, binding_of, get_data, set_data
 from lightning_zero.shards.slice import FlatParameters, views_of
 
 __all__ = ["REPORT", "ReplicatedUnit", "SavedPlace", "ShardedUnit", "Unit"]
@@ -52,9 +42,7 @@ class Unit:
         """Forward calls of the running step whose backward has not started: their gradients are still to come."""
         self.held = False
         """Whether the user's parameters show full values of their own (``full_parameters``), and must go on to."""
-        placeholders = [placeholder for flat in flats for placeholder in flat.placeholders]
-        kinds = map(absent_kind, map(original_kind, self.parameters))
-        self._absent: list[Bound] = list(zip(self.parameters, placeholders, kinds, strict=True))
+        self._faces = Faces(self.parameters, [placeholder for flat in flats for placeholder in flat.placeholders])
         self._versions = list(map(version_of, self.parameters))
 
     @property
@@ -66,13 +54,6 @@ class Unit:
     def name(self) -> str:
         """For people: the path of its module."""
         return self.plan.name or "(root)"
-
-    def _bindings(self, buffers: Sequence[Tensor]) -> list[Bound]:
-        """Each of the user's parameters, the view of ``buffers`` that holds its full value, and its class then."""
-        pairs = zip(buffers, self.flats, strict=True)
-        views = [view for buffer, flat in pairs for view in views_of(buffer, flat.layout)]
-        kinds = map(shown_kind, map(original_kind, self.parameters))
-        return list(zip(self.parameters, views, kinds, strict=True))
 
     @property
     def written(self) -> bool:
@@ -126,7 +107,8 @@ class ReplicatedUnit(Unit):
     def __init__(self, plan: UnitPlan, flats: Sequence[FlatParameters], buffers: Sequence[Tensor]) -> None:
         super().__init__(plan, flats)
         self.buffers = tuple(buffers)
-        self._views = self._bindings(buffers)
+        pairs = zip(buffers, self.flats, strict=True)
+        self._views = [view for buffer, flat in pairs for view in views_of(buffer, flat.layout)]
         # Another compute dtype must not be seen from outside a step: there the parameter shows its own dtype (and NaN).
         self.always_bound = all(flat.layout.dtype == flat.layout.compute_dtype for flat in flats)
         for flat in self.flats:
@@ -138,23 +120,19 @@ class ReplicatedUnit(Unit):
         """Of the full parameters."""
         return sum(buffer.nbytes for buffer in self.buffers)
 
-    def content_of(self, number: int) -> Content:
-        """What is gathered into a buffer; ``None`` where the user's parameters are that, and so have to be exact."""
-        return None if self.always_bound else ((self.index, number), self.version)
-
     def bind(self) -> None:
         """Let the user's parameters be the full values."""
         if not self.held:
-            show(self._views)
+            self._faces.show(self._views)
 
     def unbind(self) -> None:
         """Let the user's parameters show placeholders, unless they can always show the truth."""
         if not self.always_bound and not self.held:
-            hide(self._absent)
+            self._faces.hide()
 
     def views(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Where the full values of each parameter are."""
-        yield from ((parameter, view) for parameter, view, _ in self._views)
+        yield from zip(self.parameters, self._views, strict=True)
 
     def note_written(self, writes: ExternalWrites) -> None:
         """Tell ``writes`` what user code wrote, and begin anew."""
@@ -168,7 +146,7 @@ class ReplicatedUnit(Unit):
 
         Raises ``ValueError`` if one has another shape or dtype.
         """
-        for parameter, view, _ in self._views:
+        for parameter, view in self.views():
             data = get_data(parameter)
             if data.shape != view.shape or data.dtype != view.dtype:
                 raise ValueError(
@@ -204,19 +182,9 @@ class ShardedUnit(Unit):
         """A number for the values of its weights, alike on all ranks, of which each comes once."""
 
     @property
-    def resident(self) -> bool:
-        """Whether the full, current weights are here or on their way."""
-        return self.storage is not None and self.storage.version == self.version
-
-    @property
     def nbytes(self) -> int:
         """Of the full parameters."""
         return sum(flat.layout.numel * flat.layout.compute_dtype.itemsize for flat in self.flats)
-
-    @property
-    def sources(self) -> list[Tensor]:
-        """What the full parameters are gathered from, of each layout: 1-D, on whatever tier it is."""
-        return [flat.master if flat.weights is None else flat.weights for flat in self.flats]
 
     def launch(self, means: Means, masters: Event, version: int | None = None) -> OffloadError | None:
         """Start gathering the full parameters.
@@ -235,12 +203,16 @@ class ShardedUnit(Unit):
         collectives, streams, index = means.collectives, means.tiers.streams, self.plan.index
         target = means.pool.take(self.place, index)
         target.unit, target.version = self, self.version
-        buffers, _ = target.made.get(index) or target.keep(index, self._bound_in)
+        form = means.pool.forms[index]
+        rooms, target.views = target.made.get(form) or target.keep(form, form)
+        if not self.places:  # the same in every buffer
+            pairs = zip(self.parameters, target.views, strict=True)
+            self.places = {id(p): (v.storage_offset(), v.shape, v.stride(), v.dtype) for p, v in pairs}
         with untracked(), streams.gathering(target.free) if streams.beside else _NOTHING:
             if streams.beside:
                 streams.wait(masters)
-            for number, (flat, buffer) in enumerate(zip(self.flats, buffers, strict=True)):
-                content, source = ((index, number), self.content), flat.master if flat.weights is None else flat.weights
+            for number, (flat, (buffer, _, _)) in enumerate(zip(self.flats, rooms, strict=True)):
+                content, source = ((index, number), self.content), flat.source
                 if flat.rest.master is not Tier.DEVICE:
                     own = collectives.own_range(buffer)
                     try:
@@ -277,7 +249,7 @@ class ShardedUnit(Unit):
             raise RuntimeError(f"Unit '{self.name}' cannot be bound. {REPORT}")
         self.pins += 1
         if self.pins == 1 and not self.held:
-            show(self.storage.made[self.plan.index][1])
+            self._faces.show(self.storage.views)
 
     def unbind(self, streams: Streams) -> bool:
         """Take back one ``bind``. After the last one parameters show placeholders, and the buffer keeps the values.
@@ -292,7 +264,7 @@ class ShardedUnit(Unit):
                 self.refuse_written()
         finally:
             if not self.held:
-                hide(self._absent)
+                self._faces.hide()
             if streams.beside and self.storage is not None:
                 self.storage.free = streams.mark()
         return True
@@ -311,15 +283,13 @@ class ShardedUnit(Unit):
     def abandon(self) -> None:
         """Forget every claim after an error in the middle of a step; values are gathered anew when next needed."""
         if not self.held:
-            hide(self._absent)
+            self._faces.hide()
         self.storage, self.pending, self.pins, self.outstanding = None, [], 0, 0
         self.content += 1  # ranks have come to different places
 
     @property
     def read_in_backward(self) -> bool:
-        """Whether its backward may read the weights. That of an embedding with no hooks but the engine's does not."""
-        if not self.plan.looks_up:
-            return True
+        """Whether the backward of an embedding may read its weight. With no hooks but the engine's it does not."""
         (module, _, _, weight), *_ = self.holders
         of_module = *forward_hooks(module)[:2], module._backward_hooks, module._backward_pre_hooks
         of_weight = weight._backward_hooks, weight._post_accumulate_grad_hooks
@@ -349,11 +319,3 @@ class ShardedUnit(Unit):
                 if spec.numel and start + first * layout.compute_dtype.itemsize <= offset:
                     found = spec.name
         return found
-
-    def _bound_in(self, memory: Tensor) -> tuple[tuple[list[Tensor], list[Bound]], int]:
-        """The flat buffers of all layouts in a buffer's memory, and what parameters show then."""
-        layouts = [flat.layout for flat in self.flats]
-        buffers = carve(memory, layouts, [layout.compute_dtype for layout in layouts])
-        bound = self._bindings(buffers)
-        self.places = {id(p): (v.storage_offset(), v.shape, v.stride(), v.dtype) for p, v, _ in bound}
-        return (buffers, bound), len(buffers) + len(bound)

@@ -112,11 +112,11 @@ class PublishedWeights:
         if unit in self._arriving or self._lent:
             self.settle([unit])
         with self._span(Phase.PUBLISH, unit), untracked():
-            what = f"parameters of '{unit.name}'"
-            self._arriving[unit] = [
-                self._means.collectives.all_gather(buffer, what, content=unit.content_of(number))
-                for number, buffer in enumerate(unit.buffers)
-            ]
+            self._arriving[unit] = []
+            for number, buffer in enumerate(unit.buffers):  # exact where it is what the user sees
+                content = None if unit.always_bound else ((unit.index, number), unit.version)
+                handle = self._means.collectives.all_gather(buffer, f"parameters of '{unit.name}'", content=content)
+                self._arriving[unit].append(handle)
 
     def after_step(self, inside: bool) -> None:
         """Wait for what cannot be waited for later. ``inside``: of a scope, where parameters are in use."""

@@ -28,10 +28,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero._torch import (
+    get_data,
+    get_gradient,
     is_being_compiled,
     make_subclass,
     no_subclasses,
     opaque_to_dynamo,
+    set_data,
+    set_gradient,
     storage_key,
     untracked,
 )
@@ -41,46 +45,39 @@ from lightning_zero.shards.slice import Placeholders
 
 __all__ = [
     "Binding",
-    "Bound",
+    "Faces",
     "absent_in_rank",
-    "absent_kind",
     "binding_of",
     "get_data",
     "get_gradient",
-    "hide",
     "is_absent",
     "original_kind",
     "set_data",
     "set_gradient",
-    "show",
-    "shown_kind",
 ]
 
 
-# The descriptors themselves, past the properties below.
-get_data: Callable[[Tensor], Tensor] = getattr(Tensor.data, "__get__")  # noqa: B009
-set_data: Callable[[Tensor, Tensor], None] = getattr(Tensor.data, "__set__")  # noqa: B009
-get_gradient: Callable[[Tensor], Tensor | None] = getattr(Tensor.grad, "__get__")  # noqa: B009
-set_gradient: Callable[[Tensor, Tensor | None], None] = getattr(Tensor.grad, "__set__")  # noqa: B009
+class Faces:
+    """Parameters, what each shows while its value is not there, and its class then and while it is."""
 
-Bound = tuple[nn.Parameter, Tensor, type[nn.Parameter]]
-"""A parameter, what it is to show, and its class then."""
+    def __init__(self, parameters: Sequence[nn.Parameter], placeholders: Sequence[Tensor]) -> None:
+        kinds = [*map(original_kind, parameters)]
+        self._parameters, self._placeholders = parameters, placeholders
+        self._shown, self._absent = [*map(shown_kind, kinds)], [*map(absent_kind, kinds)]
 
+    def show(self, values: Iterable[Tensor]) -> None:
+        """Let the parameters be tensors that hold their values."""
+        with no_subclasses():  # else torch looks at each class for a function of its own
+            for parameter, value, kind in zip(self._parameters, values, self._shown, strict=True):
+                parameter.__class__ = kind
+                set_data(parameter, value)
 
-def show(bound: Iterable[Bound]) -> None:
-    """Let parameters be tensors that hold their values."""
-    with no_subclasses():  # else torch looks at each class for a function of its own
-        for parameter, value, kind in bound:
-            parameter.__class__ = kind
-            set_data(parameter, value)
-
-
-def hide(bound: Iterable[Bound]) -> None:
-    """Let parameters stand for values that are not there."""
-    with no_subclasses():
-        for parameter, placeholder, kind in bound:
-            set_data(parameter, placeholder)
-            parameter.__class__ = kind
+    def hide(self) -> None:
+        """Let them stand for values that are not there."""
+        with no_subclasses():
+            for parameter, placeholder, kind in zip(self._parameters, self._placeholders, self._absent, strict=True):
+                set_data(parameter, placeholder)
+                parameter.__class__ = kind
 
 
 _BINDINGS: dict[int, ref[Binding]] = {}  # by id of the parameter, which its binding keeps alive
@@ -123,11 +120,11 @@ class Binding:
 
     def show(self, value: Tensor) -> None:
         """Let the parameter be ``value``."""
-        show([(self.parameter, value, shown_kind(self.base))])
+        Faces([self.parameter], [self.placeholder]).show([value])
 
     def hide(self) -> None:
         """Let the parameter stand for values that are not there."""
-        hide([(self.parameter, self.placeholder, absent_kind(self.base))])
+        Faces([self.parameter], [self.placeholder]).hide()
 
     def release(self) -> None:
         """Make the parameter what it was before; it shows what it shows."""

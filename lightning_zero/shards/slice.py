@@ -157,6 +157,8 @@ class FlatParameters:
         self.rest = rest
         self.master = master
         self.weights = weights
+        self.source = master if weights is None else weights
+        """What full parameters are gathered from: 1-D, on whatever tier it is."""
         self.shown: Tensor | None = None
         """The weights, where the user's parameters show them at any time in the master's dtype: what is written there
         between steps counts, as on ordinary parameters, so the master has to take it over."""

@@ -41,7 +41,7 @@ class World:
         self.guard = SavedTensorGuard(self.means.pool, self.restore, Streams(CPU))
 
     def gather(self, unit: ShardedUnit) -> None:
-        if not unit.resident:
+        if unit.storage is None or unit.storage.version != unit.version:
             for other in self.units:
                 other.release()
             unit.launch(self.means, None)

@@ -118,3 +118,19 @@ def test_a_cpu_keeps_the_largest_of_a_place_until_it_is_trimmed() -> None:
     plan = build_plan(nn.Sequential(*(nn.Linear(1024, 1024 * n, device="meta") for n in (1, 2))), world_size=2)
     pool = BufferPool(LocalCollectives(), torch.device("cpu"), Streams(torch.device("cpu")), plan)
     assert [pool.sizes["parameters", slot] for slot in range(len(plan.slots))] == list(plan.slots)
+
+
+def test_units_that_are_alike_share_the_tensors_in_a_buffer() -> None:
+    sizes = [(8, 32), (8, 32), (32, 8), (16, 16), (8, 16)]
+    layers = nn.Sequential(*(nn.Linear(*size, bias=False) for size in sizes), nn.Linear(8, 32))
+    plan = build_plan(layers, world_size=2, units=["Linear"])
+    pool = BufferPool(LocalCollectives(), torch.device("cpu"), Streams(torch.device("cpu")), plan)
+    units = {unit.name: unit for unit in plan.units}
+    forms = [pool.forms[units[str(number)].index] for number in range(len(layers))]
+    assert forms[0] is forms[1], "of equal shapes at equal places"
+    assert len(set(map(id, forms))) == len(layers) - 1, "of other shapes, or more parameters"
+    layouts = units["0"].layouts
+    assert pool.form(layouts, [torch.float32]) is forms[0] is not pool.form(layouts, [torch.bfloat16])
+    (rooms, views), count = forms[0](torch.zeros(4 * layouts[0].numel, dtype=torch.uint8))
+    assert [view.shape for view in views] == [layers[0].weight.shape]
+    assert count == len(views) + sum(1 + len(room.gaps) for room in rooms)
