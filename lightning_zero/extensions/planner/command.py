@@ -419,18 +419,12 @@ def model_of_config(path: str) -> nn.Module:
             "fetch the file of a model from the Hugging Face Hub first."
         )
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}") from error
-    if not isinstance(content, dict) or "model_type" not in content:
-        raise ValueError(f"{file} has no 'model_type', so it does not describe a model of transformers.")
-    try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
         raise ImportError(f"--hf-config needs `transformers` ({error}): pip install transformers.") from error
     try:
-        config = transformers.AutoConfig.for_model(**content)
-        named = [getattr(transformers, name, None) for name in content.get("architectures") or ()]
+        config = transformers.AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
+        named = [getattr(transformers, name, None) for name in config.architectures or ()]
         # Any name may stand in a file.
         classes = [found for found in named if isinstance(found, type) and issubclass(found, nn.Module)]
         with torch.device("meta"):

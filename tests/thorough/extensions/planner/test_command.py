@@ -10,7 +10,7 @@ from contextlib import redirect_stdout
 from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -574,16 +574,17 @@ def library(built: list[Any]) -> ModuleType:
 
     class AutoConfig:
         @staticmethod
-        def for_model(model_type: str, **settings: Any) -> dict[str, Any]:
-            if model_type != "llama":
-                raise ValueError(f"Unrecognized model identifier: {model_type}.\nMore lines.")
-            return settings
+        def from_pretrained(file: Path, **_: Any) -> SimpleNamespace:
+            content = json.loads(file.read_text())
+            if content.get("model_type") != "llama":
+                raise ValueError("Unrecognized model.\nMore lines.")
+            return SimpleNamespace(**content)
 
     class LlamaForCausalLM(nn.Module):
-        def __init__(self, config: dict[str, Any]) -> None:
+        def __init__(self, config: Any) -> None:
             super().__init__()
             built.append(config)
-            layer = [nn.Linear(config["hidden_size"], config["hidden_size"]) for _ in range(4)]
+            layer = [nn.Linear(config.hidden_size, config.hidden_size) for _ in range(4)]
             self.layers = nn.ModuleList(layer)
 
     class AutoModelForCausalLM:
@@ -599,9 +600,8 @@ def library(built: list[Any]) -> ModuleType:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is no JSON"),
-        ("[]", "has no 'model_type'"),
-        ('{"model_type": "unheard"}', "ValueError: Unrecognized model identifier: unheard.$"),
+        ("{", "transformers cannot build the model of .*config.json: JSONDecodeError"),
+        ('{"model_type": "unheard"}', "transformers cannot build the model of .*: ValueError: Unrecognized model.$"),
     ],
 )
 def test_what_is_wrong_with_a_hugging_face_configuration(
