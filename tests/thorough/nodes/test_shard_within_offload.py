@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
@@ -281,23 +280,6 @@ def test_a_disk_of_one_group_that_fails_in_a_step_is_an_error_of_all(tmp_path: P
         assert "Rank 3" in failure.message
         assert "No space left on device" in failure.message
     assert not list(folder.iterdir())
-
-
-def test_groups_on_one_host_have_files_of_their_own(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path)
-
-    class Looks(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *called: Any) -> None:
-            self.found = sorted(path.name for path in folder.iterdir())
-
-    def run(rank: int) -> list[str]:
-        looks = Looks()
-        fit(1, 2, Net(), offload=NvmeOffload(path=str(folder), buffer_mib=1), callbacks=[looks])
-        return looks.found
-
-    for found in run_world(4, run, timeout=60):
-        assert [name.rpartition("-")[2] for name in found if "rank" in name] != []
-        assert len({name.rpartition("-")[2] for name in found}) == 4
 
 
 class Skips(Net):

@@ -119,18 +119,6 @@ RigOf = Callable[..., Rig]
 
 
 @pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_parameters_of_other_dtypes(tier: Tier, dtype: torch.dtype, rig_of: RigOf) -> None:
-    whole = Whole(adam, dtype)
-    rigs = [rig_of(adam, tier, rank, 2, dtype=dtype) for rank in range(2)]
-    for step in range(3):
-        whole.step(step)
-        for rig in rigs:
-            rig.step(step)
-    assert [whole.unlike(rig) for rig in rigs] == [[], []]
-
-
-@pytest.mark.parametrize("tier", TIERS)
 def test_state_that_comes_later(tier: Tier, rig_of: RigOf) -> None:
     """Momentum switched on in the middle: nobody could know of the buffer when the room for state was reserved."""
 
