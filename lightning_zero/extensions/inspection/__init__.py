@@ -66,7 +66,7 @@ def run(args: Sequence[str]) -> int:
         _print_damages(verified)
         if verified:
             return 1
-        whole = f"{verified.doubt()}." if verified.unverified else "Verified: every file is whole."
+        whole = verified.doubt() if verified.unverified else "Verified: every file is whole."
         print(f"\n{whole}")  # noqa: T201
         return 0 if verified.is_whole else UNVERIFIABLE
 
