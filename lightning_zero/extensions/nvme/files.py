@@ -432,29 +432,20 @@ class FileTensor(OffloadedTensor):
     def read(self) -> Tensor:
         """All elements, in host memory of their own. An ``OffloadError`` if they cannot be read."""
         whole = new_memory(self.numel(), self.dtype)
-        self.read_into(whole)
+        fill_from(whole, self.part(0, self.numel()))
         return whole.view(self.shape)
 
-    def read_into(self, destination: Tensor, start: int = 0) -> None:
-        """Read a range of the flattened elements, in pieces, from ``start`` on into a 1-D tensor, cast to its dtype.
-
-        A ``ValueError`` if they are not inside, an ``OffloadError`` if they cannot be read.
-        """
-        fill_from(destination, self._part_for(destination, start))
-
     def write(self, values: Tensor, start: int = 0) -> None:
-        """Write a range of the flattened elements, in pieces; see ``read_into``."""
-        fill_from(self._part_for(values, start), values)
+        """Write a range of the flattened elements, in pieces, from a 1-D tensor, cast to their dtype.
+
+        A ``ValueError`` if they are not inside, an ``OffloadError`` if they cannot be written.
+        """
+        fill_from(self.part(start, values.numel()), values)
 
     def fill(self, value: Any) -> None:
         """Give every element the same value, in pieces."""
         for start, piece in pieces(self.numel(), self.dtype):
             self.write(piece.fill_(value), start)
-
-    def _part_for(self, tensor: Tensor, start: int) -> FileTensor:
-        if tensor.dim() != 1:
-            raise ValueError(f"{self} is read and written with 1-D tensors, got one of shape {tuple(tensor.shape)}.")
-        return self.part(start, tensor.numel())
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -526,7 +517,7 @@ def fill_from(destination: Tensor, source: Tensor) -> None:
         source.region.move(destination.detach(), source.start, write=False)
     elif destination.identity != source.identity:
         for start, piece in pieces(source.numel(), source.dtype):
-            source.read_into(piece, start)
+            source.region.move(piece, source.start + start, write=False)
             destination.write(piece, start)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.errors import OffloadError
-from lightning_zero.extensions.nvme import FileTensor, NvmeStore, Request
+from lightning_zero.extensions.nvme import FileTensor, NvmeStore, Request, fill_from
 from lightning_zero.extensions.nvme.files import PageChecksums
 from lightning_zero.extensions.nvme.store import WINDOW_ALIGNMENT
 from lightning_zero.offload.host import PAGE_NBYTES, host_memory
@@ -53,8 +53,8 @@ def test_a_flipped_bit_is_an_error_that_says_where(tmp_path: Path, name: str, ho
         assert torch.equal(resting.read(), values())
         flip(resting, 2 * STEP + 5, bit=3)
         read = {
-            "whole": lambda: resting.read_into(torch.zeros(NUMEL + 8)[8:]),  # never at the start of a page
-            "direct": lambda: resting.read_into(pages(14).view(torch.float32)[:NUMEL]),  # whole pages, then the rest
+            "whole": lambda: fill_from(torch.zeros(NUMEL + 8)[8:], resting),  # never at the start of a page
+            "direct": lambda: fill_from(pages(14).view(torch.float32)[:NUMEL], resting),  # whole pages, then the rest
             "part": resting.part(2 * STEP + 5, 1).read,
             "windows": lambda: through_windows(opened, resting),
             "written beside": lambda: resting.write(torch.zeros(3), 2 * STEP + 8),  # keeps the rest of the page
