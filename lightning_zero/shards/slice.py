@@ -218,12 +218,9 @@ class Placeholders:
 
     def __init__(self) -> None:
         self._sentinels: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self._views: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
 
     def like(self, parameter: Tensor, device: torch.device) -> Tensor:
         """A placeholder of ``parameter``'s shape and dtype on ``device``."""
-        if (view := self._views.get((parameter.shape, parameter.dtype, device))) is not None:
-            return view
         key = (parameter.dtype, device)
         if key not in self._sentinels:
             dtype, real = parameter.dtype, not (parameter.dtype.is_floating_point or parameter.dtype.is_complex)
@@ -233,8 +230,7 @@ class Placeholders:
             if device.type != "meta":
                 forbid_writes(self._sentinels[key])
         with untracked():
-            view = self._views[(parameter.shape, *key)] = self._sentinels[key].expand(parameter.shape)
-        return view
+            return self._sentinels[key].expand(parameter.shape)
 
 
 def shard_parameter(data: Tensor, whole_numel: int, trainable: bool = True) -> nn.Parameter:
