@@ -14,7 +14,7 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -122,7 +122,7 @@ def save_consolidated_file(
         content = {**rest, **with_holes(values, None)}
         if plan_summary is not None:
             content[SUMMARY_KEY] = {**content.get(SUMMARY_KEY, {}), "plan": dict(plan_summary)}
-        with StagedFile(target) as file:
+        with closing(files), StagedFile(target) as file:  # an error keeps this frame, but not the space of its files
             _write(file, TorchFile(_with_indices(content)))
             file.publish()
         return []

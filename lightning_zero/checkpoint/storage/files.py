@@ -56,6 +56,8 @@ class LocalFiles:
     It holds the folder itself and not its name, so that a checkpoint which is replaced meanwhile gives an error and
     never a mixture of two. ``CheckpointError`` if it is no folder that can be read.
 
+    Files that are deleted take space until ``close``, or until nothing refers to this.
+
     With ``follow_links`` an entry may be a symbolic link. The cache of the Hugging Face hub consists of them; in a
     checkpoint one could only lead to what is not part of it.
     """
@@ -69,7 +71,7 @@ class LocalFiles:
             raise CheckpointError(f"'{path}' is not a checkpoint directory: {error.strerror}.") from error
         self._opened: OrderedDict[str, int] = OrderedDict()
         self._lock = threading.Lock()
-        weakref.finalize(self, _close, self._descriptor, self._opened)
+        self.close = weakref.finalize(self, _close, self._descriptor, self._opened)
 
     def has(self, name: str) -> bool:
         """Whether there is such an entry."""
@@ -335,8 +337,5 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     """An absolute path in the local (or a mounted) file system, also of a ``file://`` URL; else ``ValueError``."""
     text = os.fspath(path)
     if is_remote(text):
-        raise ValueError(
-            f"'{text}' is not in a local or mounted file system, and this works there only: object stores cannot write "
-            "at many places of a file at once. Use a local path, and copy what is finished."
-        )
+        raise ValueError(f"'{text}' is not in a local or mounted file system. Use one, and copy what is finished.")
     return Path(os.path.abspath(os.path.expanduser(text.removeprefix("file://"))))

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy, full_optimizer_state, full_parameters
-from lightning_zero.checkpoint import FlatShard, save_checkpoint_directory
+from lightning_zero.checkpoint import FlatShard, consolidated, save_checkpoint_directory
 from lightning_zero.checkpoint.consolidated import by_parameter_index, consolidate_checkpoint, save_consolidated_file
 from lightning_zero.comm import ControlGroup
 from lightning_zero.config import parse_size
@@ -120,17 +120,28 @@ def _unlimit_files() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_full_disk_on_one_rank_raises_on_all_and_leaves_the_old_file(tmp_path: Path, failing: int) -> None:
+@pytest.mark.parametrize(("failing", "part"), [(0, True), (1, True), (0, False)], ids=["part 0", "part 1", "the file"])
+def test_a_full_disk_on_one_rank_raises_on_all_and_leaves_the_old_file(
+    tmp_path: Path, failing: int, part: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = consolidated._write
+
+    def write_to_a_full_disk(*given: Any) -> Any:
+        _limit_files(2000)
+        return write(*given)
+
     def rank(number: int) -> str:
         save_file(tmp_path / "c.ckpt", 1)
-        if number == failing:
+        if number == failing and part:
             _limit_files(2000)
+        monkeypatch.setattr(consolidated, "_write", write if part else write_to_a_full_disk)
         try:
             with pytest.raises(CheckpointError) as caught:
                 save_file(tmp_path / "c.ckpt", 2)
         finally:
             _unlimit_files()
+        opened = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
+        assert not [path for path in opened if ".ztmp-" in path]  # with the error at hand: it would keep their space
         return str(caught.value)
 
     messages = run_world(2, rank, timeout=30)
