@@ -22,6 +22,7 @@ from torch._subclasses import fake_tensor
 from torch.autograd import profiler
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -84,6 +85,16 @@ def reduce_scatter_single(output: Tensor, input: Tensor, group: dist.ProcessGrou
     work = _reduce(group or dist.group.WORLD, output, input, _SUMMED)
     if work is not None:
         work.wait()
+
+
+def _set_unless_same(dest: Tensor, src: Tensor, set_: Callable[[Tensor, Tensor], None]) -> None:
+    if dest is not src:
+        set_(dest, src)
+
+
+# ``register_parametrization`` sets most parameters to themselves, which would count as a write to gathered values: peft
+# registers one in each forward of fused experts.
+setattr(parametrize, "_maybe_set", functools.partial(_set_unless_same, set_=parametrize._maybe_set))  # noqa: B010
 
 
 def new_group(

@@ -70,6 +70,32 @@ class Wrapper(nn.Module):
         return 0.9 * self.layer(x)
 
 
+class Added(nn.Module):
+    def __init__(self, delta: Tensor) -> None:
+        super().__init__()
+        self.delta = [delta]
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.delta[0]
+
+
+class Adapted(nn.Module):
+    """Adds to a weight for the length of a forward, as peft does for fused experts."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer, self.column = layer, nn.Parameter(torch.full((layer.out_features, 1), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        required = self.layer.weight.requires_grad
+        parametrize.register_parametrization(self.layer, "weight", Added(self.column.expand_as(self.layer.weight)))
+        self.layer.parametrizations["weight"].original.requires_grad_(required)  # type: ignore[index, union-attr]
+        try:
+            return self.layer(x)
+        finally:
+            parametrize.remove_parametrizations(self.layer, "weight", leave_parametrized=False)
+
+
 class Twin(nn.Linear):
     """Another layer with the same parameters, as quantisation makes it."""
 
@@ -101,6 +127,14 @@ def _pruned(m: Parts) -> None:
 
 def _pruned_for_good(m: Parts) -> None:
     prune.remove(m.part, "weight")
+
+
+def _adapted(m: Parts) -> None:
+    m.put(Adapted(m.part))
+
+
+def _nothing(_: Parts) -> None:
+    pass
 
 
 def _wrapped(m: Parts) -> None:
@@ -136,6 +170,7 @@ SAME: dict[str, tuple[Change | None, Change]] = {
     "spectral_norm": (None, _spectral),
     "orthogonal": (None, _orthogonal),
     "remove_parametrizations": (_spectral, _no_spectral),
+    "a parametrization for each forward": (_adapted, _nothing),
     "prune": (None, _pruned),
     "prune.remove": (_pruned, _pruned_for_good),
     "a wrapper": (None, _wrapped),
