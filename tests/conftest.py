@@ -55,7 +55,7 @@ from tests.helpers import forking  # noqa: E402
 
 torch.set_num_threads(1)
 for _module in pkgutil.walk_packages(lightning_zero.__path__, "lightning_zero."):  # also those that are imported late
-    if not _module.name.endswith(("__main__", "compression.kernels")):  # Triton need not be there
+    if not _module.name.endswith("__main__"):
         importlib.import_module(_module.name)
 
 # Every Trainer asks what callbacks are installed, which reads the folders of all packages: a twentieth of a short fit.

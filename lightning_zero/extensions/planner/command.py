@@ -292,8 +292,8 @@ class PlanCLI(ZeroCLI):
             self.config = parser.parse_object(args)
         else:
             for option, instead in _GONE.items():
-                if any(arg.startswith(option) for arg in args or ()):
-                    raise ValueError(f"{option} does not exist any more: {instead}.")
+                if given := [arg.partition("=")[0] for arg in args or () if arg.startswith(option)]:
+                    raise ValueError(f"{given[0]} does not exist any more: {instead}.")
             args = [re.sub(r"^--data(?==\w|$)", "--data.class_path", arg) for arg in args or ()]
             self.config = parser.parse_args(args)
         self.config["seed_everything"] = False

@@ -182,7 +182,7 @@ def test_plan_of_a_model_larger_than_any_memory() -> None:
         ([*TWO, "--parameters=many"], "written as 7.5B"),
         ([*TWO, "--parameters=1B", "--trainer.num_nodes=4"], "divides the 2 ranks, got 4"),
         ([*TWO, "--hf-config=missing"], "neither. Nothing is downloaded"),
-        ([*TWO, "--parameters=1B", "--link-between=10Gbit/s"], "--link does not exist any more: divide"),
+        ([*TWO, "--parameters=1B", "--link-between=10Gbit/s"], "--link-between does not exist any more: divide"),
         ([*TWO, "--parameters=1B", "--plot", "a.svg"], "--plot does not exist any more: draw what --json prints"),
         ([*TWO, *SMALL, "--tensor-parallel-size=2"], "ByteGPT has no parameter that is a DTensor: each of the 2 ranks"),
         ([*TWO, *PARALLEL, "--tensor-parallel-size=3"], "make a mesh of 0 x 3 ranks, and 2 run"),
