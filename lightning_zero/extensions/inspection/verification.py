@@ -44,7 +44,7 @@ _PIECE_NBYTES = 1 << 20
 class Verification(list[str]):
     """What is damaged, each with the name of the file and, if it is known, of the tensor.
 
-    ``unverified`` names the files that are not known to be whole either, because they have no checksums.
+    ``unverified`` names the files that are not known to be whole either, because no checksums are compared.
     """
 
     def __init__(self, damages: Sequence[str], unverified: Sequence[str]) -> None:
@@ -74,7 +74,7 @@ class Check(NamedTuple):
 
 
 def verify_checkpoint(path: str | os.PathLike[str], *, progress: Progress = lambda nbytes: None) -> Verification:
-    """Read a whole checkpoint and compare it with its sizes and checksums, as far as it has any.
+    """Read a whole checkpoint and compare it with its sizes and, in a directory of this package, its checksums.
 
     Args:
         path: as for ``open_checkpoint``.
@@ -82,7 +82,7 @@ def verify_checkpoint(path: str | os.PathLike[str], *, progress: Progress = lamb
 
     Returns:
         A list of what is damaged. An empty list means an intact checkpoint only if ``is_whole`` is true; ``unverified``
-        names the files without checksums.
+        names the files of which no checksum was compared.
     """
     try:
         found = find_checkpoint(path)
@@ -99,7 +99,7 @@ def verify_checkpoint(path: str | os.PathLike[str], *, progress: Progress = lamb
 def verify_together(path: str | os.PathLike[str], found: Found, control: ControlGroup, *, sampled: bool) -> None:
     """Verify what ``open_checkpoint`` has opened, or a sample of it: each rank a part.
 
-    A warning on rank 0 names what has no checksums, unless ``sampled``. Raises CheckpointError on every rank if
+    A warning on rank 0 names what was not compared, unless ``sampled``. Raises CheckpointError on every rank if
     something is damaged. Collective: every rank.
     """
 
