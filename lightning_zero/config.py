@@ -317,8 +317,8 @@ class CheckpointPolicy:
         exclude_frozen: leave out parameters that do not require gradients: a fine-tuning run then saves its adapters
             only. When such a checkpoint is loaded, frozen parameters keep the values they have, for example from
             ``initial_weights``.
-        verify: check every checksum of this package's directories before loading; a warning names what is none of them.
-            Otherwise sizes and structure are checked, and a sample of each of their files.
+        verify: check every checksum before loading; a warning names files that have none. Otherwise sizes and
+            structure are checked, and a sample of each file of this package's directories.
         initial_weights: load the weights before the first step from a checkpoint of this or another strategy, a
             safetensors file or a Hugging Face directory. Weights only; a run that resumes with ``ckpt_path`` loads
             its checkpoint afterwards.

@@ -78,7 +78,7 @@ def load_from_checkpoint(
         hparams_file: a ``.yaml`` or ``.csv`` file with hyper-parameters to use in place of the saved ones.
         strict: whether missing and unexpected names are errors; ``None``: the module's ``strict_loading``.
         weights_only: for files with pickles, as in ``torch.load``; ``None`` means ``True``: no code is run.
-        verify: check every checksum of a directory of this package first.
+        verify: check every checksum first.
         initial_weights: another checkpoint, for weights that are not in ``path``: the frozen base model of a
             checkpoint of adapters.
         kwargs: arguments for the class, which take precedence over the saved hyper-parameters.
@@ -103,7 +103,7 @@ def load_full_state_dict(
         prefix: read only tensors whose names begin with it, and remove it: ``"model."`` gives the state dict of
             ``self.model``.
         dtype: cast floating-point tensors to it, piece by piece while reading.
-        verify: as for ``load_from_checkpoint``.
+        verify: check every checksum first.
 
     Returns:
         Ordinary tensors by name; the names of a tied weight share one tensor. Frozen parameters that were left out of

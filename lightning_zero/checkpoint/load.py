@@ -24,7 +24,7 @@ from typing import IO, Any, Literal
 
 from torch import Tensor
 
-from lightning_zero.checkpoint.format.dcp import parse_metadata
+from lightning_zero.checkpoint.format.dcp import archives, parse_metadata
 from lightning_zero.checkpoint.format.record import (
     META_FILE,
     METADATA_FILE,
@@ -58,6 +58,7 @@ __all__ = [
     "Found",
     "Kind",
     "find_checkpoint",
+    "foreign_items",
     "is_checkpoint_directory_at",
     "load_safely",
     "open_checkpoint",
@@ -333,26 +334,26 @@ def _meta_tensor(directory: Directory, reference: Any) -> Tensor:
 _OPTIMIZER = re.compile(r"optimizer_(0|[1-9][0-9]{0,8})")
 
 
+def foreign_items(files: Files) -> tuple[dict[str, TensorItem | BlobItem], int]:
+    """What is in a directory of DCP, and a checksum; ``CheckpointError`` if a file is shorter than its index says."""
+    items, digest = _described(files, METADATA_FILE, parse_metadata)
+    ends: dict[str, int] = {}
+    for _, place in archives(items):
+        ends[place.file] = max(ends.get(place.file, 0), place.offset + place.nbytes)
+    for name, end in ends.items():
+        if (nbytes := files.size(name)) < end:
+            raise CheckpointError(
+                f"'{files.name}/{name}' has {nbytes} bytes where at least {end} were saved: it was cut off."
+            )
+    return items, digest
+
+
 def read_foreign_directory(files: Files, weights_only: bool | None) -> Opened:
     """What is in a whole stock directory; ``CheckpointError`` otherwise, or if it could run code, naming the file.
 
     ``weights_only`` is for ``meta.pt``, as for ``torch.load``. Nothing else is ever unpickled without restriction.
     """
-    items, index_digest = _described(files, METADATA_FILE, parse_metadata)
-    ends: dict[str, int] = {}
-    for item in items.values():
-        places = (
-            [(item.file, item.offset, item.nbytes)]
-            if isinstance(item, BlobItem)
-            else [stored.archive for stored in item.boxes]
-        )
-        for file, offset, nbytes in places:
-            ends[file] = max(ends.get(file, 0), offset + nbytes)
-    for file, end in ends.items():
-        if (nbytes := files.size(file)) < end:
-            raise CheckpointError(
-                f"'{files.name}/{file}' has {nbytes} bytes where at least {end} were saved: it was cut off."
-            )
+    items, index_digest = foreign_items(files)
     layout, source = _layout([item.path for item in items.values()]), Source(files)
     pairs: list[tuple[Path, Any]] = []
     for name, item in items.items():

@@ -29,7 +29,7 @@ import math
 import pickle
 import re
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from operator import mul
 from typing import Any
@@ -49,6 +49,7 @@ from lightning_zero.checkpoint.format.record import (
 from lightning_zero.checkpoint.format.typed_json import DTYPES
 
 __all__ = [
+    "archives",
     "boxes",
     "linear",
     "overlap",
@@ -130,6 +131,15 @@ def _side_by_side(ranges: Iterable[tuple[int, int]], size: int) -> bool:
             return False
         end += length
     return end == size
+
+
+def archives(items: Mapping[str, TensorItem | BlobItem]) -> Iterator[tuple[str, StoredBytes]]:
+    """The name of every box and value, and where its archive lies."""
+    for name, item in items.items():
+        if isinstance(item, BlobItem):
+            yield name, StoredBytes(item.file, item.offset, item.nbytes)
+        else:
+            yield from ((name, stored.archive) for stored in item.boxes)
 
 
 # -------------------------------------------------------------------------------------------------------------- reading

@@ -21,7 +21,7 @@ __all__ = ["checkpoints_in", "describe_checkpoint", "run", "verify_checkpoint", 
 UNVERIFIABLE = 3
 _WHAT = (
     "Print what is inside a checkpoint and verify its files. Exits with 1 if it is damaged or no checkpoint, and with "
-    f"{UNVERIFIABLE} if nothing is wrong with it, but files whose checksums are not compared may have changed."
+    f"{UNVERIFIABLE} if nothing is wrong with it, but files without checksums may have changed."
 )
 _LATER = dict.fromkeys(("checkpoints_in", "describe_checkpoint"), "contents")
 _LATER |= dict.fromkeys(("verify_checkpoint", "verify_together"), "verification")
@@ -66,7 +66,7 @@ def run(args: Sequence[str]) -> int:
         _print_damages(verified)
         if verified:
             return 1
-        whole = verified.doubt() if verified.unverified else "Verified: every file is whole."
+        whole = f"{verified.doubt()}." if verified.unverified else "Verified: every file is whole."
         print(f"\n{whole}")  # noqa: T201
         return 0 if verified.is_whole else UNVERIFIABLE
 

@@ -1,8 +1,9 @@
 """Comparing the files of a checkpoint with their checksums: all of them, or a sample.
 
-A directory of our own has them: of the record, of every file, and of every chunk of a tensor, which says whose values
-are damaged. Of other formats nothing is compared. (The archives of ``torch.save`` are zip files, for which there are
-tools; safetensors and the index of a stock directory have no checksums.)
+What has checksums: in a directory of our own, the record, every file, and every chunk of a tensor, which says whose
+values are damaged; in archives of ``torch.save``, alone or in a stock directory, every entry, unless torch was told
+not to compute any. The index of a stock directory has none, and neither have safetensors, nor what torch wrote before
+1.6: they are whole or not, and nothing says which.
 
 [Note: The sample]
 
@@ -18,16 +19,19 @@ from __future__ import annotations
 import os
 import random
 import warnings
+import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from io import BufferedReader
 from typing import NamedTuple
 
-from lightning_zero.checkpoint.format.record import TensorItem
-from lightning_zero.checkpoint.load import Directory, Found, Kind, find_checkpoint, read_checkpoint
+from lightning_zero.checkpoint.format.dcp import archives
+from lightning_zero.checkpoint.format.record import META_FILE, METADATA_FILE, StoredBytes, TensorItem
+from lightning_zero.checkpoint.format.torch_file import ZIP, archive_entries
+from lightning_zero.checkpoint.load import Directory, Found, Kind, find_checkpoint, foreign_items, read_checkpoint
 from lightning_zero.checkpoint.save import LARGE_NBYTES, combine
-from lightning_zero.checkpoint.storage.files import PIECE_NBYTES, open_range
+from lightning_zero.checkpoint.storage.files import PIECE_NBYTES, Files, open_range, read_bytes
 from lightning_zero.comm import ControlGroup
 from lightning_zero.errors import CheckpointError, shortened, some
 
@@ -44,7 +48,7 @@ _PIECE_NBYTES = 1 << 20
 class Verification(list[str]):
     """What is damaged, each with the name of the file and, if it is known, of the tensor.
 
-    ``unverified`` names the files that are not known to be whole either, because no checksums are compared.
+    ``unverified`` names the files that are not known to be whole either, because they have no checksums.
     """
 
     def __init__(self, damages: Sequence[str], unverified: Sequence[str]) -> None:
@@ -61,9 +65,12 @@ class Verification(list[str]):
         if not self.unverified:
             return ""
         return (
-            f"It cannot be verified: changed bytes in {some(self.unverified)} would not be noticed. Of a torch file, "
-            "`python -m zipfile -t FILE` compares the checksums."
+            f"It cannot be verified: changed bytes would not be noticed, without checksums for {some(self.unverified)}"
         )
+
+
+class _NoChecksum(str):
+    """The name of a file that has none, among damages."""
 
 
 class Check(NamedTuple):
@@ -74,7 +81,7 @@ class Check(NamedTuple):
 
 
 def verify_checkpoint(path: str | os.PathLike[str], *, progress: Progress = lambda nbytes: None) -> Verification:
-    """Read a whole checkpoint and compare it with its sizes and, in a directory of this package, its checksums.
+    """Read a whole checkpoint and compare it with its sizes and checksums, as far as it has any.
 
     Args:
         path: as for ``open_checkpoint``.
@@ -82,64 +89,79 @@ def verify_checkpoint(path: str | os.PathLike[str], *, progress: Progress = lamb
 
     Returns:
         A list of what is damaged. An empty list means an intact checkpoint only if ``is_whole`` is true; ``unverified``
-        names the files of which no checksum was compared.
+        names the files without checksums.
     """
     try:
         found = find_checkpoint(path)
-        damages = run_checks(own_checks(found.directory) if found.kind is Kind.OWN else (), progress)
-        if not damages:
+        result = run_checks(_checks(path, found), progress)
+        if not result:
             read_checkpoint(path, found, None)
     except CheckpointError as error:
         return Verification([str(error)], [])
     except Exception as error:  # what was forged can raise anything
         return Verification([shortened(f"'{os.fspath(path)}' is damaged: {type(error).__name__}: {error}")], [])
-    return Verification([shortened(damage) for damage in damages], _unverified(found))
+    return Verification([shortened(damage) for damage in result], result.unverified)
 
 
 def verify_together(path: str | os.PathLike[str], found: Found, control: ControlGroup, *, sampled: bool) -> None:
     """Verify what ``open_checkpoint`` has opened, or a sample of it: each rank a part.
 
-    A warning on rank 0 names what was not compared, unless ``sampled``. Raises CheckpointError on every rank if
+    A warning on rank 0 names what has no checksums, unless ``sampled``. Raises CheckpointError on every rank if
     something is damaged. Collective: every rank.
     """
 
-    def share() -> None:
+    def share() -> list[str]:
         loads = [0] * control.world_size
         mine = []
         # The largest first, each for the rank that has least to read.
-        for check in sorted(own_checks(found.directory, sampled=sampled), key=lambda check: -check.nbytes):
+        for check in sorted(_checks(path, found, sampled=sampled), key=lambda check: -check.nbytes):
             rank = loads.index(min(loads))
             loads[rank] += check.nbytes + 1
             if rank == control.rank:
                 mine.append(check)
-        if damages := run_checks(mine, lambda nbytes: None):
-            more = [f"and {len(damages) - _NAMED} more"] if len(damages) > _NAMED else []
-            raise CheckpointError("\n    ".join(["it is damaged.", *damages[:_NAMED], *more]))
+        result = run_checks(mine, lambda nbytes: None)
+        if result:
+            more = [f"and {len(result) - _NAMED} more"] if len(result) > _NAMED else []
+            raise CheckpointError("\n    ".join(["it is damaged.", *result[:_NAMED], *more]))
+        return result.unverified
 
-    if found.kind is Kind.OWN:
-        control.together(f"verify the checkpoint '{os.fspath(path)}'", share)
-    doubt = Verification([], _unverified(found)).doubt()
+    shares = control.together(f"verify the checkpoint '{os.fspath(path)}'", share)
+    doubt = Verification([], [name for names in shares for name in names]).doubt()
     if doubt and not sampled and control.rank == 0:
-        warnings.warn(f"The checkpoint '{os.fspath(path)}' was loaded. {doubt}", stacklevel=3)
+        warnings.warn(f"The checkpoint '{os.fspath(path)}' was loaded. {doubt}.", stacklevel=3)
 
 
-def run_checks(checks: Iterable[Check], progress: Progress) -> list[str]:
-    """What is damaged of parts of a checkpoint; ``progress`` is told the number of bytes of every piece."""
+def run_checks(checks: Iterable[Check], progress: Progress) -> Verification:
+    """Read parts of a checkpoint; ``progress`` is told the number of bytes of every piece."""
     damages: list[str] = []
+    unverified: list[str] = []
     for check in checks:
         try:
-            damages += check.damages(progress)
+            for text in check.damages(progress):
+                (unverified if isinstance(text, _NoChecksum) else damages).append(text)
         except CheckpointError as error:
             damages.append(str(error))
-    return damages
+    return Verification(damages, unverified)
 
 
-def _unverified(found: Found) -> list[str]:
-    """The files of which nothing says whether they are as they were saved."""
-    if found.kind is not Kind.OWN:
-        return [f"'{found.files.name}/{found.name}'" if found.name else f"'{found.files.name}'"]
-    files = found.directory.record.files
-    return [f"'{found.files.name}/{name}'" for name, entry in files.items() if entry.crc32 is None]
+def _checks(path: str | os.PathLike[str], found: Found, *, sampled: bool = False) -> list[Check]:
+    """What there is to check, in an order that is the same on every rank; of a sample, nothing in other formats."""
+    kind, files, name = found.kind, found.files, found.name
+    if kind is Kind.OWN:
+        return own_checks(found.directory, sampled=sampled)
+    if sampled:
+        return []
+    if kind is Kind.FOREIGN:
+        return foreign_checks(files)
+    if kind in (Kind.TORCH, Kind.DEEPSPEED):
+        names = [name] if kind is Kind.TORCH else [name for name, _ in read_checkpoint(path, found, None).digest]
+        return [archive_check(files, StoredBytes(name, 0, files.size(name)), f"'{name}'") for name in names]
+    return [unverifiable_check(f"{files.name}/{name}" if name else files.name)]
+
+
+def unverifiable_check(name: str) -> Check:
+    """For a file of a format that has no checksums."""
+    return Check(0, lambda _: iter([_NoChecksum(f"'{name}'")]))
 
 
 _Ranges = dict[tuple[int, int, int], list[str]]  # byte, size and checksum -> the names of the tensors that lie there
@@ -202,8 +224,11 @@ def _file_damages(
             yield f"{where} is damaged: {length} bytes of {tensors} at byte {offset} do not match their checksum."
     if not is_whole:
         return
+    if expected is None:
+        yield _NoChecksum(where)
+        return
     whole, _ = _crc32(file, end, nbytes - end, whole)
-    if expected not in (None, whole) and not damaged:
+    if whole != expected and not damaged:
         yield f"{where} is damaged: it does not match its checksum, in bytes that belong to no tensor."
 
 
@@ -218,3 +243,47 @@ def _crc32(file: BufferedReader, offset: int, nbytes: int, whole: int) -> tuple[
             whole = zlib.crc32(piece, whole)
         done += len(piece)
     return combine(whole, alone, nbytes) if nbytes >= LARGE_NBYTES else whole, alone
+
+
+def foreign_checks(files: Files) -> list[Check]:
+    """What there is to check in a stock directory."""
+    names: dict[StoredBytes, list[str]] = {}
+    for name, place in archives(foreign_items(files)[0]):
+        names.setdefault(place, []).append(name)
+    checks = [
+        archive_check(files, place, "the data of " + " and ".join(f"'{name}'" for name in found))
+        for place, found in names.items()
+    ]
+    if files.has(META_FILE):
+        checks.append(archive_check(files, StoredBytes(META_FILE, 0, files.size(META_FILE)), "what is not sharded"))
+    return [*checks, unverifiable_check(f"{files.name}/{METADATA_FILE}")]
+
+
+def archive_check(files: Files, place: StoredBytes, what: str) -> Check:
+    """For an archive of ``torch.save``."""
+    return Check(place.nbytes, partial(_archive_damages, files, place, what))
+
+
+def _archive_damages(files: Files, place: StoredBytes, what: str, progress: Progress) -> Iterator[str]:
+    """Compare an archive with the checksums of its entries."""
+    where = f"'{files.name}/{place.file}'"
+    start = read_bytes(files, place.file, place.offset, min(len(ZIP), place.nbytes))
+    if start.startswith(b"\x80") and not place.offset:  # a pickle first: the format of torch until 1.6
+        yield _NoChecksum(where)
+        return
+    file = open_range(files, *place, progress=progress)
+    try:
+        entries = archive_entries(file)
+        with zipfile.ZipFile(file) as archive:
+            for entry in entries.values():
+                if entry.CRC:
+                    with archive.open(entry) as content:
+                        while content.read(_PIECE_NBYTES):  # raises at its end if the checksum is another
+                            pass
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged archive can raise anything
+        yield f"{where} is damaged at byte {place.offset} and after, in {what}: {error}"
+        return
+    if any(entry.file_size and not entry.CRC for entry in entries.values()):  # torch writes 0 when told to compute none
+        yield _NoChecksum(where)

@@ -235,8 +235,8 @@ def same(expected: Any, found: Any) -> bool:
 def test_weights_without_the_run(case: Case, path: Path, expected: dict[str, Any]) -> None:
     weights = expected["at"]["weights"]
     tied = {**weights, "head.weight": weights["stem.weight"]}
-    assert same(tied, load_full_state_dict(path, verify=path.is_dir()))
-    module = load_from_checkpoint(MODULES[case.version], path, verify=path.is_dir())
+    assert same(tied, load_full_state_dict(path, verify=True))
+    module = load_from_checkpoint(MODULES[case.version], path, verify=True)
     assert module.hparams == {"width": WIDTH, "when": case.when}
     assert module.mine["ordered"] == KEPT["ordered"]
     assert module.head.weight is module.stem.weight
@@ -244,7 +244,7 @@ def test_weights_without_the_run(case: Case, path: Path, expected: dict[str, Any
 
 
 def test_inspect_and_consolidate(path: Path, expected: dict[str, Any], tmp_path: Path) -> None:
-    main(["inspect", str(path), "--verify" if path.is_dir() else "--no-verify"])
+    main(["inspect", str(path), "--verify"])
     consolidate_checkpoint(path, tmp_path / "whole.ckpt", progress=False)
     whole = torch.load(tmp_path / "whole.ckpt", weights_only=False)
     assert same(expected["at"]["weights"]["stem.weight"], whole["state_dict"]["head.weight"])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from lightning_zero import verify_checkpoint
 from lightning_zero.checkpoint import (
@@ -22,7 +23,7 @@ from lightning_zero.checkpoint import (
 from lightning_zero.errors import CheckpointError
 from lightning_zero.extensions.inspection import verification
 from lightning_zero.extensions.inspection.contents import describe_checkpoint
-from tests.helpers.samples import checkpoint, control, end_to_end, load_and_verify
+from tests.helpers.samples import checkpoint, control, end_to_end, load_and_verify, parameters
 from tests.helpers.world import run_world
 
 
@@ -203,7 +204,7 @@ def test_whatever_goes_wrong_while_verifying_is_a_damage(damaged: Path, monkeypa
     def fail(*_: Any, **__: Any) -> None:
         raise OverflowError("too large")
 
-    monkeypatch.setattr(verification, "own_checks", fail)
+    monkeypatch.setattr(verification, "_checks", fail)
     assert verify_checkpoint(damaged) == [f"'{damaged}' is damaged: OverflowError: too large"]
 
 
@@ -343,3 +344,48 @@ def test_tied_tensors_are_damaged_together_and_read_once(tmp_path: Path) -> None
     flip(tmp_path / "c" / "__0_0.distcp", place)
     (found,) = verify_checkpoint(tmp_path / "c")
     assert "'state_dict.a' and 'state_dict.b'" in found
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_changed_byte_of_a_stock_directory_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    state = {"state_dict": {"a": torch.arange(600.0), "b": torch.ones(500)}, "extra": "words"}
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    torch.save({"callbacks": torch.arange(500.0)}, path / "meta.pt")
+    assert verify_checkpoint(path) == []
+    content = (path / "__0_0.distcp").read_bytes()
+    for value, name in ((torch.arange(600.0), "state_dict.a"), (torch.ones(500), "state_dict.b")):
+        position = content.index(value.numpy().tobytes()) + 100
+        flip(path / "__0_0.distcp", position)
+        (found,) = verify_checkpoint(path)
+        assert "__0_0.distcp' is damaged" in found
+        assert name in found
+        with pytest.raises(CheckpointError, match=f"__0_0.distcp' is damaged.*{name}"):
+            open_checkpoint(path, control(), verify=True)
+        flip(path / "__0_0.distcp", position)
+    flip(path / "meta.pt", 1500)
+    (found,) = verify_checkpoint(path)
+    assert "meta.pt' is damaged" in found
+
+
+def test_a_changed_byte_of_a_torch_file_is_found(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"a": torch.arange(600.0)}}, tmp_path / "x.ckpt")
+    assert verify_checkpoint(tmp_path / "x.ckpt") == []
+    flip(tmp_path / "x.ckpt", 1500)
+    with pytest.raises(CheckpointError, match=r"x\.ckpt' is damaged"):
+        open_checkpoint(tmp_path / "x.ckpt", control(), verify=True)
+
+
+def test_an_archive_without_checksums_is_no_damage(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"state_dict": {"a": torch.arange(600.0)}}, tmp_path / "x.ckpt")
+        save_checkpoint_directory(checkpoint(1, end_to_end, control()), tmp_path / "c", control(), plan_summary={})
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert verify_checkpoint(tmp_path / "x.ckpt") == []
+    assert verify_checkpoint(tmp_path / "c") == []
+    (tmp_path / "c" / "zero.json").unlink()
+    assert verify_checkpoint(tmp_path / "c") == []
+    load_values = open_checkpoint(tmp_path / "c", control())["state_dict"]
+    assert torch.equal(load_values["vector"].read(), parameters(1)["vector"])

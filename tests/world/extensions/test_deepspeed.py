@@ -287,7 +287,7 @@ def test_weights_are_those_that_were_saved(
         assert_states(checkpoint, save.states)
         del checkpoint["optimizer_states"]
         assert checkpoint == {"pytorch-lightning_version": "2.6.0", "epoch": 3, "hyper_parameters": {"width": 7}}
-    assert verify_checkpoint(save.root) == []
+    assert verify_checkpoint(save.root).is_whole
     part = torch.empty(50, dtype=torch.float64)  # any range of a parameter, whatever the ranks were
     found(save.root)["state_dict"]["body.weight"].read_into(part, 17)
     assert torch.equal(part.float(), save.values["body.weight"].flatten()[17:67])
@@ -390,12 +390,17 @@ def test_the_universal_format_holds_the_same(
         (save.root / "latest").unlink(missing_ok=True)  # as it is in a new place, with `latest_universal` alone
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Left out")
-        assert verify_checkpoint(folder) == []
+        assert verify_checkpoint(folder).is_whole
         assert "zero/body.weight/exp_avg.pt" in describe_checkpoint(folder)
     flat = save.states["state"]["body.weight"]["exp_avg_sq"].flatten()
     part = torch.empty(50)
     checkpoint["optimizer_states"][0]["state"]["body.weight"]["exp_avg_sq"].read_into(part, 17)
     assert torch.equal(part, flat[17:67])
+    file = folder / "zero" / "body.weight" / "exp_avg_sq.pt"
+    content = bytearray(file.read_bytes())
+    content[content.index(flat[60:65].numpy().tobytes()) + 2] ^= 1
+    file.write_bytes(content)
+    assert "zero/body.weight/exp_avg_sq.pt" in str(verify_checkpoint(folder))
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -831,3 +836,12 @@ def test_a_parameter_that_never_had_a_gradient_starts_afresh(tmp_path: Path, for
     (state,) = open_checkpoint(folder, control())["optimizer_states"]
     assert state["state"].keys() == save.states["state"].keys() - {"scale"}
     assert "scale" in state["param_groups"][1]["params"]
+
+
+def test_a_changed_byte_is_found(tmp_path: Path, foreign: types.ModuleType) -> None:
+    save = Save(tmp_path / "c", 2, 2, foreign)
+    file = save.folder / save.optimizer(1)
+    content = bytearray(file.read_bytes())
+    content[content.index(save.values["body.weight"].flatten()[60:65].numpy().tobytes()) + 2] ^= 1
+    file.write_bytes(content)
+    assert save.optimizer(1) in str(verify_checkpoint(save.root))
