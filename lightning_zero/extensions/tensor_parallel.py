@@ -305,8 +305,8 @@ def _compare(slices: Sequence[Slice], outputs: dict[str, list[float]], watches: 
                     else "and each uses a part: its layer would get the gradient of one. Have it return a DTensor "
                     "(`use_local_output=False`): `output.to_local(grad_placements=[Partial()])` adds gradients up."
                     if name.startswith("The gradients of the output")
-                    else "and `self.parameters()` are the rank's parts: have a penalty use `layer.weight`, a DTensor, "
-                    "and `.full_tensor()` of its sum."
+                    else "and each has computed it of parts: a penalty takes `layer.weight`, not `self.parameters()`, "
+                    "layers return DTensors (`use_local_output=False`), and the sum needs `.full_tensor()`."
                     if name in outputs
                     else "and would train it apart. Each sees a part of what it is applied to: name its layer in the "
                     "plan of `parallelize_module` (a norm between sequence-parallel layers: `SequenceParallel()`)."

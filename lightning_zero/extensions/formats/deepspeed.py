@@ -260,7 +260,7 @@ class _Save:
             raise ValueError(f"of group {number} ranks keep {kept} at the steps {steps}")
         if kept[0] not in _KEPT:
             raise _NotKnown(f"it keeps {', '.join(sorted(map(str, kept[0])))}, which no optimizer does that is known")
-        parts = {key: self._together(number, f"{key} of {{}}", self._parts(number, key)) for key in kept[0]}
+        parts = {key: self._together(number, f"{key} of {{}}", self._parts(number, key)) for key in sorted(kept[0])}
         names = self.groups[number] if kept[0] else ()
         return {name: {**_step(steps[0].get("step")), **{key: parts[key][name] for key in parts}} for name in names}
 

@@ -82,7 +82,9 @@ def test_every_key_is_one_of_the_classes(config: Path, tmp_path: Path) -> None:
     assert given["data"]["init_args"].items() <= parsed["data"]["init_args"].items()
     (keeper,) = (one["init_args"] for one in given["trainer"]["callbacks"] if "ModelCheckpoint" in one["class_path"])
     header = config.read_text().split("seed_everything")[0]
-    assert f"consolidate {keeper['dirpath']}/last.ckpt" in header
+    last = f"{keeper['dirpath']}/last.ckpt"
+    assert last in header
+    assert f'load_from_checkpoint(CausalLM, "{last}"' in header or f"consolidate {last}" in header
     assert f"--config configs/recipes/{config.name}" in header
     assert given["trainer"]["logger"]["init_args"]["name"] == config.stem
 

@@ -94,7 +94,8 @@ class Wide(pl.LightningModule):
         blocks = [split.Feed(WIDE, hidden) for hidden in (320, 384, 320, 384)]
         head = nn.Linear(WIDE, self.words, bias=False)
         self.net = nn.Sequential(nn.Embedding(self.words, WIDE, padding_idx=1), *blocks, nn.Linear(WIDE, WIDE), head)
-        plan: dict[str, Any] = {"0": RowwiseParallel(input_layouts=Replicate()), "6": ColwiseParallel()}
+        plan: dict[str, Any] = {"0": RowwiseParallel(input_layouts=Replicate())}
+        plan["6"] = ColwiseParallel(use_local_output=False)
         plan |= {f"{index}.up": ColwiseParallel() for index in range(1, 5)}
         plan |= {f"{index}.down": RowwiseParallel() for index in range(1, 5)}
         parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)  # type: ignore[index]
@@ -103,7 +104,7 @@ class Wide(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         tokens = torch.arange(2) + 2 * batch_idx + self.device_mesh["data_parallel"].get_local_rank()  # type: ignore[index]
-        return self.net(tokens).float().square().mean()
+        return self.net(tokens).float().square().mean().full_tensor()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -201,10 +202,11 @@ def row_planned(_: int) -> None:
         estimate = estimate_memory(module.plan, receive_buffer=module.receives)
         found = estimate.stages[f"zero{stage}"]
         assert module.held.total == pytest.approx(found.rest.total, rel=0.02)
-        assert memory._held is not None
-        assert memory._held.total == module.held.total
-        counted = {kind: getattr(found.traffic, kind) for kind in sent._totals["sent"]}
-        assert sent._totals["sent"] == sent._totals["expected"] == counted
+        assert memory._logged["zero/memory/rest/total"] == module.held.total
+        counted = {kind: getattr(found.traffic, kind) for kind in sent._sent}
+        assert sent._sent == counted
+        for kind, traffic in counted.items():
+            assert sent._logged[f"zero/traffic/{kind}/expected_nbytes"] == traffic.nbytes
         assert estimate.numel == sum(one.numel() for one in split.Net().parameters())
         assert "4 ranks in tensor-parallel groups of 2" in estimate.describe()
         assert "of each tensor-parallel group of 2 one rank" in module.plan.describe()
