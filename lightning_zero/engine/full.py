@@ -290,7 +290,9 @@ def average_into(
         mix(slices[target].data, slices[target].of(source)) if target in slices else mix(target, source)
 
     def mix(target: Tensor, source: Tensor) -> None:
-        target.mul_(momentum).add_(source.to(target.device) * (1 - momentum))
+        mixed = in_memory(target).mul_(momentum).add_(source.to(target.device) * (1 - momentum))
+        if mixed is not target:  # a copy of what is in a file
+            target.copy_(mixed)
 
     with untracked():
         for target, source in pairs:
