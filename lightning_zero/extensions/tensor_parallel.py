@@ -77,6 +77,7 @@ def mesh_sizes(settings: SessionSettings, on_node: int, world_size: int) -> tupl
 
 def make_mesh(device: torch.device, data: int, tensor: int) -> DeviceMesh:
     """The ranks as a mesh: those of a tensor-parallel group are neighbours. Collective: every rank."""
+    forget_meshes()  # of process groups that this process has left
     with connections.opened(range(data * tensor)) as opened:
         mesh = init_device_mesh(device.type, (data, tensor), mesh_dim_names=(DATA, TENSOR))
     for dimension in (DATA, TENSOR):  # so that waits in them end when another rank has failed

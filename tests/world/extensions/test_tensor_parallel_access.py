@@ -29,8 +29,10 @@ from lightning_zero import (
     estimate_memory,
     full_parameters,
 )
+from lightning_zero._torch import forget_meshes
 from lightning_zero.extensions.monitors import memory_stats
 from lightning_zero.extensions.planner.estimate import MemoryEstimate
+from lightning_zero.extensions.tensor_parallel import make_mesh
 from tests.helpers import split
 from tests.helpers.counting import LiveTensors
 from tests.helpers.world import run_world
@@ -277,6 +279,7 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.init_process_group("fake", rank=0, world_size=4)
     yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
     dist.destroy_process_group()
+    forget_meshes()
 
 
 def test_a_parallelised_module_is_counted_by_its_local_parts(mesh: DeviceMesh) -> None:
@@ -298,21 +301,28 @@ def test_a_parallelised_module_is_counted_by_its_local_parts(mesh: DeviceMesh) -
     dist.init_process_group("fake", rank=0, world_size=4)
 
 
-def test_a_mesh_of_a_plan_is_forgotten() -> None:
-    """Torch takes meshes of the same ranks for one: DTensors of a run would be of the plan's groups."""
-    on_four(split.Split())
-    dist.init_process_group("fake", rank=0, world_size=4)
-    try:
-        dist.new_group([0, 1])  # so that names of groups differ
-        own = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
-        module = split.Split()
-        module._device_mesh = own
-        module.configure_model()
-        for parameter in module.parameters():
-            if isinstance(parameter, DTensor):
-                assert parameter.device_mesh.get_group().group_name == own["tensor_parallel"].get_group().group_name
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_mesh_that_ended_is_forgotten(planned: bool) -> None:
+    """Torch takes meshes of the same ranks for one: DTensors would be of the groups of a plan, or of an earlier run."""
+
+    def run(groups: int) -> None:
+        dist.init_process_group("fake", rank=0, world_size=4)
+        try:
+            for _ in range(groups):
+                dist.new_group([0, 1])  # so that names of groups differ
+            own = make_mesh(torch.device("cpu"), 2, 2)
+            module = split.Split()
+            module._device_mesh = own
+            module.configure_model()
+            for parameter in module.parameters():
+                if isinstance(parameter, DTensor):
+                    assert parameter.device_mesh.get_group().group_name == own["tensor_parallel"].get_group().group_name
+        finally:
+            dist.destroy_process_group()
+
+    on_four(split.Split()) if planned else run(0)
+    run(1)
+    forget_meshes()
 
 
 class Unequal(split.Split):
