@@ -157,8 +157,9 @@ def abort_group(name: str) -> None:
 
 
 def forget_meshes() -> None:
-    """Have DTensors forget meshes that have ended: torch takes another one of the same ranks for the same."""
+    """Have DTensors and compiled code forget meshes that have ended: torch takes one of the same ranks for another."""
     importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+    torch.compiler.reset()
 
 
 def profiler_runs() -> bool:

@@ -230,7 +230,8 @@ def adopt(optimizers: Sequence[Optimizer], engine: ZeroEngine) -> None:
     """
     owned, outputs = {one.user: one for one in engine.shards.values()}, dict[str, list[float]]()
     watches = [] if all(map(is_hooked, optimizers)) else _watch(engine.module, outputs)
-    _NOTED.update({engine: outputs} if watches else {})
+    if watches:
+        _NOTED[engine] = outputs
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"] = [getattr(one, "_local_parameter", one) for one in group["params"]]

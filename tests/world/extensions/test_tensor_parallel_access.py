@@ -303,7 +303,8 @@ def test_a_parallelised_module_is_counted_by_its_local_parts(mesh: DeviceMesh) -
 
 @pytest.mark.parametrize("planned", [True, False])
 def test_a_mesh_that_ended_is_forgotten(planned: bool) -> None:
-    """Torch takes meshes of the same ranks for one: DTensors would be of the groups of a plan, or of an earlier run."""
+    """Torch takes meshes of the same ranks for one: DTensors would be of the groups of a plan, or of an earlier run,
+    and so would what is compiled."""
 
     def run(groups: int) -> None:
         dist.init_process_group("fake", rank=0, world_size=4)
@@ -317,6 +318,9 @@ def test_a_mesh_that_ended_is_forgotten(planned: bool) -> None:
             for parameter in module.parameters():
                 if isinstance(parameter, DTensor):
                     assert parameter.device_mesh.get_group().group_name == own["tensor_parallel"].get_group().group_name
+            block = module.net.blocks[0]
+            block.compile(backend="aot_eager")
+            block(torch.randn(4, split.WIDTH, dtype=torch.float64)).sum().backward()
         finally:
             dist.destroy_process_group()
 
