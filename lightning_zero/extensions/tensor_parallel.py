@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from functools import cache, partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -38,7 +39,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_zero._torch import forget_meshes, tree_leaves, untracked
+from lightning_zero._torch import forget_meshes, set_timeout, tree_leaves, untracked
 from lightning_zero.comm.control import ControlGroup, naming_failures
 from lightning_zero.comm.groups import connections
 from lightning_zero.config import SessionSettings
@@ -75,14 +76,22 @@ def mesh_sizes(settings: SessionSettings, on_node: int, world_size: int) -> tupl
     return groups, within
 
 
-def make_mesh(device: torch.device, data: int, tensor: int) -> DeviceMesh:
-    """The ranks as a mesh: those of a tensor-parallel group are neighbours. Collective: every rank."""
-    forget_meshes()  # of process groups that this process has left
-    with connections.opened(range(data * tensor)) as opened:
-        mesh = init_device_mesh(device.type, (data, tensor), mesh_dim_names=(DATA, TENSOR))
-    for dimension in (DATA, TENSOR):  # so that waits in them end when another rank has failed
-        connections[mesh[dimension].get_group().group_name] = opened
-    return mesh
+def make_mesh(device: torch.device, data: int, tensor: int, timeout: timedelta) -> DeviceMesh:
+    """The ranks as a mesh: those of a tensor-parallel group are neighbours. Collective: every rank.
+
+    Made once per default group and sizes, as ``Groups`` are. ``timeout``: of transfers in it.
+    """
+    known = _MESHES.setdefault(dist.group.WORLD, {})
+    if (data, tensor) not in known:
+        forget_meshes()
+        with connections.opened(range(data * tensor)) as opened:
+            made = init_device_mesh(device.type, (data, tensor), mesh_dim_names=(DATA, TENSOR))
+        for dimension in (DATA, TENSOR):  # so that waits in them end when another rank has failed
+            connections[made[dimension].get_group().group_name] = opened
+        known[data, tensor] = made
+    for dimension in (DATA, TENSOR):
+        set_timeout(timeout, known[data, tensor][dimension].get_group())
+    return known[data, tensor]
 
 
 def plan_alone(module: nn.Module, data: int, tensor: int) -> None:
@@ -362,6 +371,7 @@ def _with_first(ranks: int, tensor: int) -> Iterator[tuple[int, int]]:
     return ((rank // tensor * tensor, rank) for rank in range(ranks))
 
 
+_MESHES: WeakKeyDictionary[Any, dict[tuple[int, int], DeviceMesh]] = WeakKeyDictionary()  # of a default group, by sizes
 _COMPARED: WeakKeyDictionary[ZeroEngine, set[str]] = WeakKeyDictionary()  # step methods
 _NOTED: WeakKeyDictionary[ZeroEngine, dict[str, list[float]]] = WeakKeyDictionary()  # what the first step is to compare
 

@@ -194,7 +194,7 @@ class Processes:
                 f"num_nodes={self.num_nodes} ask for {self.num_ranks}. {_HOW_MANY}"
             )
         if self.settings.tensor_parallel_size is not None:
-            self._device_mesh = extension("tensor_parallel").make_mesh(device, *self._mesh_sizes())
+            self._device_mesh = extension("tensor_parallel").make_mesh(device, *self._mesh_sizes(), self._timeout)
 
     def _mesh_sizes(self) -> tuple[int, int]:
         """Ranks of a data-parallel and of a tensor-parallel group; ``ValueError`` if all ranks are no such mesh."""

@@ -7,6 +7,7 @@ import gc
 import re
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,7 @@ from lightning_zero import (
     estimate_memory,
     full_parameters,
 )
-from lightning_zero._torch import forget_meshes
+from lightning_zero._torch import forget_meshes, groups_made
 from lightning_zero.extensions.monitors import memory_stats
 from lightning_zero.extensions.planner.estimate import MemoryEstimate
 from lightning_zero.extensions.tensor_parallel import make_mesh
@@ -236,7 +237,22 @@ def row_counted(_: int) -> None:
         assert copy.deepcopy(module.count).dist_sync_fn is not None
 
 
+def row_mesh(_: int) -> None:
+    """Fits of one process share a mesh, whose transfers wait as long as each says."""
+    found, groups = [], []
+    for seconds in (70, 80, 70):
+        module = split.Split()
+        split.fit(split.Layout(3, 2, 2).strategy(timeout=seconds), module, 1)
+        group = module.device_mesh["tensor_parallel"].get_group()  # type: ignore[index]
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=seconds)
+        found.append(module.device_mesh)
+        groups.append(groups_made())
+    assert found[0] is found[1] is found[2]
+    assert groups[1] == groups[2], groups  # others than the mesh's are made for each timeout
+
+
 def rank(number: int, estimates: dict[Any, MemoryEstimate]) -> None:
+    row_mesh(number)
     row_counted(number)
     row_average(number)
     row_planned(number)
@@ -301,6 +317,7 @@ def test_a_parallelised_module_is_counted_by_its_local_parts(mesh: DeviceMesh) -
     dist.init_process_group("fake", rank=0, world_size=4)
 
 
+@pytest.mark.filterwarnings("ignore:Set timeout is now only supported")  # torch 2.11, of the fake groups
 @pytest.mark.parametrize("planned", [True, False])
 def test_a_mesh_that_ended_is_forgotten(planned: bool) -> None:
     """Torch takes meshes of the same ranks for one: DTensors would be of the groups of a plan, or of an earlier run,
@@ -311,7 +328,7 @@ def test_a_mesh_that_ended_is_forgotten(planned: bool) -> None:
         try:
             for _ in range(groups):
                 dist.new_group([0, 1])  # so that names of groups differ
-            own = make_mesh(torch.device("cpu"), 2, 2)
+            own = make_mesh(torch.device("cpu"), 2, 2, timedelta(seconds=60))
             module = split.Split()
             module._device_mesh = own
             module.configure_model()
