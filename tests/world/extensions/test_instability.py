@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -45,16 +46,46 @@ class Block(nn.Module):
         return x + Poison.apply(torch.tanh(self.linear(x)), *self.factors)
 
 
-class Blocks(Net):
-    """Four blocks; at optimizer step ``at`` the third one has ``factors`` on rank 1."""
+@dataclass
+class Returned:
+    x: Tensor
+    masks: tuple[Tensor, Tensor]
+    bias: Tensor
 
-    def __init__(self, at: int = -1, factors: tuple[float, float] = (1.0, 1.0), lacks: int = -1) -> None:
-        super().__init__(lambda: nn.Sequential(*(Block() for _ in range(4))))
-        self.at, self.factors, self.lacks = at, factors, lacks
+
+class Masked(Block):
+    """Also returns masks, of infinities and of numbers whose sum is one, and a parameter."""
+
+    def forward(self, x: Tensor) -> Any:
+        least = torch.full((2,), torch.finfo(x.dtype).min)
+        return Returned(super().forward(x), (least, least - math.inf), self.linear.bias)
+
+
+class Chain(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self:
+            found = block(x)
+            x = found.x if isinstance(found, Returned) else found
+        return x
+
+
+class Blocks(Net):
+    """Four blocks; at optimizer step ``at`` one has ``factors`` on rank 1."""
+
+    def __init__(
+        self,
+        at: int = -1,
+        factors: tuple[float, float] = (1.0, 1.0),
+        lacks: int = -1,
+        which: int = 2,
+        block: type[Block] = Block,
+    ) -> None:
+        super().__init__(lambda: Chain(*(block() for _ in range(4))))
+        self.at, self.factors, self.lacks, self.which = at, factors, lacks, which
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         broken = self.global_step + 1 == self.at and dist.get_rank() == 1
-        block: Any = self.model[2]
+        block: Any = self.model[self.which]
         block.factors = self.factors if broken else (1.0, 1.0)
         return (self.model(batch) - batch.flip(-1)).square().mean()
 
@@ -70,7 +101,7 @@ def fit(module: Blocks, stage: int | None, *callbacks: Any, **options: Any) -> t
     """What the monitor warned of, and the weights. No stage: DDP."""
     torch.manual_seed(3 + dist.get_rank())
     data = DataLoader(torch.randn(STEPS * 4, WIDTH), batch_size=4)
-    strategy: Any = "ddp" if stage is None else ZeroStrategy(stage, units=[Block])  # type: ignore[arg-type]
+    strategy: Any = "ddp" if stage is None else ZeroStrategy(stage, units=[type(module.model[0])])  # type: ignore[arg-type]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         make_trainer(strategy, callbacks=[*callbacks], **options).fit(module, data)
@@ -150,6 +181,82 @@ def a_step_left_out_changes_nothing() -> Row:
                 assert told[0].endswith("The step is left out.")
 
 
+def a_mask_is_no_fault() -> Row:
+    def act(rank: int) -> Any:
+        found = {}
+        without = fit(Blocks(lacks=5, block=Masked), None, max_steps=8)[1]
+        for stage in (1, 2, 3):
+            module = Blocks(5, (math.inf, 1.0), block=Masked)
+            told, skipped = fit(module, stage, InstabilityMonitor(skip=True), max_steps=8)
+            hooks = [len(block.linear.bias._backward_hooks or ()) for block in module.model]
+            found[stage] = told, same(skipped, without), hooks
+        return found
+
+    for found in (results := (yield act)):
+        for told, left_out, hooks in found.values():
+            assert left_out
+            assert hooks == [0] * 4
+            assert len(told) == (found is results[0])
+            assert all("rank 1: not finite first: the output of 'model.2' (Masked)" in message for message in told)
+
+
+def thawed_parameters_are_looked_at() -> Row:
+    class Thawing(Blocks):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.model[0].requires_grad_(batch_idx >= 2)
+
+    def act(rank: int) -> Any:
+        found = []
+        for stage in (1, 2, 3):
+            module, logger = Thawing(5, (1.0, math.nan), which=0), Memory()
+            module.model[0].requires_grad_(False)
+            told, _ = fit(module, stage, InstabilityMonitor(every_n_steps=4), max_steps=5, logger=logger)
+            found.append((told, logger.rows[-1][1]))
+        return found
+
+    for told, logged in (yield act)[0]:
+        assert len(told) == 1
+        assert "step 5: gradients that are not finite; " in told[0]
+        assert "the gradient of model.0.linear." in told[0]
+        assert logged["zero/norm/gradient/model.0"] > 0
+        assert logged["zero/norm/update/model.0"] > 0
+
+
+def each_optimizer_has_norms_and_faults_of_its_own() -> Row:
+    class Two(Blocks):
+        automatic_optimization = False
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+            for place, optimizer in enumerate(self.optimizers()):
+                self.manual_backward(super().training_step(batch, batch_idx))
+                with full_gradients(self):
+                    gradients = [p.grad.double() for p in self.model[2 * place].parameters()]
+                    self.norms[place] = torch.stack([g.norm() for g in gradients]).norm().item()
+                optimizer.step()
+            self.zero_grad()
+
+        def configure_optimizers(self) -> Any:
+            self.norms = [0.0, 0.0]
+            return [torch.optim.SGD(self.model[2 * at : 2 * at + 2].parameters(), lr=10.0**-at) for at in (0, 1)]
+
+    def act(rank: int) -> Any:
+        found = []
+        for stage in (1, 2, 3):
+            module, logger = Two(), Memory()
+            fit(module, stage, InstabilityMonitor(), max_steps=6, logger=logger)
+            # The first blocks' backward alone is broken, at the second optimizer's step.
+            told, weights = fit(Two(8, (1.0, math.nan), which=1), stage, InstabilityMonitor(skip=True), max_steps=10)
+            found.append((module.norms, logger.rows[-1][1], told, all(w.isfinite().all() for w in weights.values())))
+        return found
+
+    for norms, logged, told, finite in (yield act)[0]:
+        assert not told
+        assert finite
+        for place, norm in enumerate(norms):
+            assert logged[f"zero/norm/gradient/model.{2 * place}"] == pytest.approx(norm, rel=1e-5)
+            assert logged[f"zero/norm/update/model.{2 * place}"] == pytest.approx(norm * 10.0**-place, rel=1e-3)
+
+
 def norms_are_those_of_whole_tensors() -> Row:
     class Whole(Blocks):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -186,6 +293,9 @@ def test_what_goes_wrong_is_named() -> None:
         a_value_that_is_not_finite_is_named(),
         what_the_loss_scale_did_is_said(),
         a_step_left_out_changes_nothing(),
+        a_mask_is_no_fault(),
+        thawed_parameters_are_looked_at(),
+        each_optimizer_has_norms_and_faults_of_its_own(),
         norms_are_those_of_whole_tensors(),
     )
 
