@@ -239,8 +239,16 @@ class ZeroSession:
                 f"{some(thawed)} thawed in the middle of a fit, with an optimizer that needs a closure: it keeps whole "
                 "parameters. Thaw before the fit."
             )
+        trained, there = (
+            [one for one in former.shards.values() if one.parameter is not None],
+            {*former.module.parameters()},
+        )
+        if gone := [one.name for one in trained if one.user not in there]:
+            raise ParameterAccessError(
+                f"{some(map(repr, gone))} left the module before {some(thawed)} thawed, and an optimizer still has it. "
+                "Freeze what is not to train (`requires_grad_(False)`), and leave it in its module."
+            )
         self.before_thaw()
-        trained = [one for one in former.shards.values() if one.parameter is not None]
         gradients = whole_gradients(former, trained, "gradients of the whole module")
         optimizers = [adapter.optimizer for adapter in self._adapters.values()]
         states = [adapter.named_state() for adapter in self._adapters.values()]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, EMAWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, Strategy
@@ -463,17 +464,33 @@ def moved(moment: Any, trainer: pl.Trainer, module: Any, resumed: bool) -> None:
         second.add_param_group({"params": list(module.backbone[0].parameters())})
 
 
-def test_state_that_moves_to_another_optimizer_is_an_error_by_name() -> None:
+def removed(moment: Any, trainer: pl.Trainer, module: Any, resumed: bool) -> None:
+    """A bias leaves its layer, and then a part thaws."""
+    if moment == "setup":
+        module.backbone[0].requires_grad_(False)
+    if moment == 1:
+        module.head.up.bias = None
+        add(trainer, module, 0)
+
+
+@pytest.mark.parametrize(
+    ("what", "built", "message"),
+    [
+        (moved, {"two": True}, "The optimizer state of 'model.2.weight'"),
+        (removed, {}, "'model.3.up.bias' left the module before model.0."),
+    ],
+)
+def test_what_is_moved_or_removed_is_an_error_by_name(what: Any, built: dict[str, Any], message: str) -> None:
     def world(rank: int) -> list[str]:
         errors: list[str] = []
         for stage in STAGES.values():
             with quiet(), raised(errors):
-                fit(zero(stage), Turns(two=True), 2, callbacks=[At(moved, False)], max_epochs=4)
+                fit(zero(stage), Turns(**built), 2, callbacks=[At(what, False)], max_epochs=4)
         return errors
 
     for errors in run_world(2, world):
         assert len(errors) == len(STAGES)
-        assert all("ParameterAccessError: The optimizer state of 'model.2.weight'" in error for error in errors), errors
+        assert all(f"ParameterAccessError: {message}" in error for error in errors), errors
 
 
 def test_state_that_nobody_takes_is_an_error_by_name(tmp_path: Path) -> None:

@@ -52,11 +52,14 @@ class Perceptron(nn.Module):
 
 
 class Convolution(nn.Module):
-    """Batch norm: buffers that every training forward moves, differently on every rank."""
+    """Batch norm: buffers that every training forward moves, differently on every rank.
+
+    Without a bias before it, whose gradient would be rounding, and which Adagrad makes as large as any other.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv1d(1, 3, 3, padding=1)
+        self.conv = nn.Conv1d(1, 3, 3, padding=1, bias=False)
         self.bn = nn.BatchNorm1d(3)
         self.block = Block()
         self.head = nn.Linear(3 * WIDTH, WIDTH)
@@ -67,13 +70,13 @@ class Convolution(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Attention over tokens, with a head tied to the embedding."""
+    """Attention over tokens, with a head tied to the embedding. No biases: that of keys has a gradient of rounding."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
         self.position = nn.Parameter(0.1 * torch.randn(WIDTH, WIDTH))
-        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, bias=False, batch_first=True)
         self.block = Block(dropout=0.1)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.embedding.weight

@@ -18,14 +18,14 @@ WRITES = ("configure_optimizers", *BETWEEN, "before_forward", *AFTER_BACKWARD)
 # ------------------------------------------------------------------------------------------------------- in place
 
 
-@action(WRITES, works="12", inside="123")
+@action(WRITES, works="12", inside="12")
 def clamp_weight(c: Context) -> None:
     """Weight clipping, as in a Wasserstein critic."""
     with torch.no_grad():
         c.p.clamp_(-0.1, 0.1)
 
 
-@action(WRITES, works="12", inside="123")
+@action(WRITES, works="12", inside="12")
 def add_noise_to_weight(c: Context) -> None:
     """The same noise on every rank."""
     with torch.no_grad():
@@ -47,13 +47,13 @@ def write_on_rank_zero_only(c: Context) -> None:
             c.p.mul_(0.5)
 
 
-@action(WRITES, works="12", inside="123")
+@action(WRITES, works="12", inside="12")
 def scale_weight_data(c: Context) -> None:
     """The old way around autograd."""
     c.p.data.mul_(0.9)
 
 
-@action(WRITES, works="12", inside="123")
+@action(WRITES, works="12", inside="12")
 def fill_first_row(c: Context) -> None:
     """An assignment to a part of a weight, as a padding row is zeroed."""
     with torch.no_grad():
