@@ -303,6 +303,11 @@ class Processes:
         with naming_failures("the reduction of a value (`sync_dist=True`, say)", self.global_rank, carrier):
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks say so, or any of them. Collective: every rank."""
+        told = self.reduce(torch.tensor(int(decision), device=self.root_device), dist.group.WORLD, "sum")
+        return bool(told == self.num_ranks) if all else bool(told)
+
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """A tensor of each rank, along a new first dimension. Collective: every rank."""
         with naming_failures("an all_gather", self.global_rank, group or dist.group.WORLD):

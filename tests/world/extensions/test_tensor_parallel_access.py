@@ -9,12 +9,14 @@ import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -225,14 +227,17 @@ class Counted(split.Split):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.count(1.0)
         self.log("count", self.count, on_step=False, on_epoch=True)
+        self.log("falling", -float(batch_idx))
         self.log("sum", 1.0, reduce_fx="sum", sync_dist=True, on_step=False, on_epoch=True)
         return super().training_step(batch, batch_idx)
 
 
-def row_counted(_: int) -> None:
+def row_counted(folder: Path) -> None:
     for layout in (split.Layout(1, 2, 2), split.Layout(3, 2, 2)):
-        module = Counted()
-        found = split.fit(layout, module, 3, limit_train_batches=3).callback_metrics
+        module, best = Counted(), ModelCheckpoint(folder, monitor="falling", every_n_train_steps=1)
+        options = {"limit_train_batches": 3, "callbacks": [best], "enable_checkpointing": True}
+        found = split.fit(layout, module, 3, **options).callback_metrics
+        assert best.best_model_score == -2.0  # of all ranks, each of which has been asked
         assert float(found["count"]) == float(found["sum"]) == 6.0  # by two ranks that have other data
         assert copy.deepcopy(module.count).dist_sync_fn is not None
 
@@ -251,18 +256,18 @@ def row_mesh(_: int) -> None:
     assert groups[1] == groups[2], groups  # others than the mesh's are made for each timeout
 
 
-def rank(number: int, estimates: dict[Any, MemoryEstimate]) -> None:
+def rank(number: int, estimates: dict[Any, MemoryEstimate], folder: Path) -> None:
     row_mesh(number)
-    row_counted(number)
+    row_counted(folder)
     row_average(number)
     row_planned(number)
     row_peak(estimates)
     row_rows(number)
 
 
-def test_a_run_holds_and_sends_what_was_planned() -> None:
+def test_a_run_holds_and_sends_what_was_planned(tmp_path: Path) -> None:
     asked = {(precision, *rest, receives) for precision, _, *rest in CELLS for receives in (False, True)}
-    run_world(4, rank, {one: planned(*one) for one in asked}, timeout=200)
+    run_world(4, rank, {one: planned(*one) for one in asked}, tmp_path, timeout=200)
 
 
 # ------------------------------------------------------------------------------------------------- plans of one process
