@@ -481,6 +481,13 @@ def without_hooks(step: Any) -> Any:
     return step
 
 
+def runs_hooks(step: Any) -> bool:
+    """Whether a function is, or calls, a class's ``step`` with that wrapper, which torch's constructor puts there."""
+    while step is not None and getattr(step, "__code__", None) is not _HOOKED_CODE:
+        step = getattr(step, "__wrapped__", None)
+    return step is not None
+
+
 def count_step_pre_hooks(optimizer: Optimizer) -> int:
     """How many hooks run before its step: of its own, and of all optimizers."""
     return len(optimizer._optimizer_step_pre_hooks) + len(_global_optimizer_pre_hooks)

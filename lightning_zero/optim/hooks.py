@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary, ref
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_zero._torch import count_step_pre_hooks, put_hooks_innermost
+from lightning_zero._torch import count_step_pre_hooks, put_hooks_innermost, runs_hooks
 
 __all__ = ["StepHooks", "is_hooked"]
 
@@ -106,6 +106,9 @@ def _note_ends(optimizer: Optimizer) -> None:
         return
     weak, bound = ref(optimizer), hasattr(step, "__func__")
     target = step.__func__ if bound else step
+    if not runs_hooks(target):  # it wraps another optimizer, without torch's constructor
+        own_step = target if bound else wraps(step)(lambda _, *args, **kwargs: step(*args, **kwargs))
+        target, bound = Optimizer.profile_hook_step(own_step), True
 
     @wraps(target)
     def noting(*args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ over. Shards are in the groups during a step only: see [Note: the user's view of
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -91,6 +92,12 @@ class ShardedOptimizer:
         if steps is not None and self.rule != "whole":
             self._stepper = steps.stepper(optimizer, self.homes)
         self._view = OptimizerView(optimizer, label, owned, note, whole=self.rule == "whole")
+        if type(optimizer).state_dict is not Optimizer.state_dict and not self._view.wraps and collectives.rank == 0:
+            warnings.warn(
+                f"Checkpoints hold the `state` of {label} and the options of its param groups, nothing else that its "
+                "own `state_dict` has: a run that resumes goes on without that.",
+                stacklevel=2,
+            )
         self._whole: WholeParameters | None = None
         if self.rule == "whole":
             entries = [entry for group in self._members.current() for entry in group]

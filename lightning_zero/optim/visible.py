@@ -162,6 +162,13 @@ class OptimizerView:
         # A wrapper may show the state of the optimizer that it wraps: then it stays as the optimizer steps with it.
         state = getattr(type(optimizer), "state", None)
         self._fixed = isinstance(state, property) and state.fset is None
+        self.wraps = False
+        """Whether the state is that of another optimizer, which this one wraps."""
+        for inner in vars(optimizer).values():
+            if isinstance(inner, Optimizer) and inner.param_groups is optimizer.param_groups:
+                if not optimizer.state and not self._fixed:  # as timm's Lookahead, with the `state_dict` of the other
+                    optimizer.state = inner.state
+                self.wraps |= optimizer.state is inner.state
         self._taken = False
         self._visible = VisibleState(self, optimizer.state)
         self._former: list[tuple[dict[str, Any], list[nn.Parameter]]] | None = None  # groups, and what the user sees

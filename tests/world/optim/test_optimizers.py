@@ -8,6 +8,7 @@ DDP's result too (a sum of two numbers has one order), which ``test_parity.py`` 
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -175,12 +176,43 @@ class CentralisedAdam(torch.optim.Adam):
         return super().step(closure)
 
 
+class Lookahead(Optimizer):
+    """timm's: its own constructor is all it has, and its ``state_dict`` is that of what it wraps."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self.base, self.param_groups, self.defaults, self.state = (
+            base,
+            base.param_groups,
+            base.defaults,
+            defaultdict(dict),
+        )
+        for group in self.param_groups:
+            group["steps"] = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = self.base.step(closure)
+        for group in self.param_groups:
+            group["steps"] += 1
+            for parameter in group["params"] if group["steps"] % 2 == 0 else ():
+                if parameter.grad is not None:
+                    slow = self.base.state[parameter].setdefault("slow", parameter.detach().clone())
+                    slow.lerp_(parameter, 0.5)
+                    parameter.copy_(slow)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict()
+
+
 MATRICES = case("matrices", lambda: Stack(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))), units=("Linear",))
 WHOLE: dict[str, tuple[Case, Callable[[nn.Module], Optimizer]]] = {
     "muon": (MATRICES, lambda m: optim.Muon([p for p in m.parameters() if p.ndim == 2], lr=0.02)),
     "adafactor": (ODD, lambda m: optim.Adafactor(without_empty(two_groups(m)), lr=0.02)),
     "third party": (ODD, lambda m: RowNormalised(two_groups(m), lr=0.1)),
     "centralised adam": (ODD, lambda m: CentralisedAdam(two_groups(m), lr=0.01)),
+    "lookahead": (ODD, lambda m: Lookahead(optim.AdamW(two_groups(m), lr=0.01))),
 }
 
 
@@ -222,7 +254,7 @@ def test_whole_matrix_optimizers_train_like_ddp(tmp_path: Path) -> None:
 
     def run(rank: int) -> dict[str, list[str]]:
         found = {}
-        for (name, (model, make)), stage in zip(WHOLE.items(), (3, 1, 3, 1), strict=True):
+        for (name, (model, make)), stage in zip(WHOLE.items(), (3, 1, 3, 1, 2), strict=True):
             accumulate = 2 if stage == 1 else 1
             expected = train_ddp(model, make, 4, accumulate)
             options = {"gradient_clip_val": 0.05, "accumulate_grad_batches": accumulate}

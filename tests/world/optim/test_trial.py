@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -267,7 +268,11 @@ def test_parameters_on_their_own_are_trained_as_under_ddp() -> None:
     run_world(2, run, timeout=60)
 
 
-def test_without_hooks_it_is_refused() -> None:
+def test_without_hooks_it_is_refused_and_a_state_dict_of_its_own_is_warned_of() -> None:
+    class Counting(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "steps": 7}
+
     class Wrapper(torch.optim.Optimizer):
         def __init__(self, base: torch.optim.Optimizer, hooks: dict[str, Any]) -> None:
             self.base, self.param_groups, self.state, self.defaults = base, base.param_groups, base.state, base.defaults
@@ -280,5 +285,10 @@ def test_without_hooks_it_is_refused() -> None:
                     ZeroStrategy(stage=1),
                     lambda parameters, hooks=hooks: Wrapper(torch.optim.SGD(parameters), hooks),
                 )
+        warned = pytest.warns(
+            UserWarning, match="`state` of Counting and .* nothing else that its own `state_dict` has"
+        )
+        with contextlib.nullcontext() if rank else warned:
+            trained(ZeroStrategy(stage=1), Counting)
 
     run_world(2, run)
