@@ -81,6 +81,8 @@ class ShardedOptimizer:
         self.optimizer = optimizer
         self.label = label
         self.rule = optimizer_rule(optimizer)
+        self.in_blocks = getattr(torch_class(type(optimizer)), "__name__", "") == "AdamW8bit"
+        """Whether some of its state stands for blocks of elements."""
         if self.rule == "whole":
             try_in_parts(optimizer, label)
         self.units: dict[int, list[nn.Parameter]] = {}
@@ -249,7 +251,7 @@ class ShardedOptimizer:
             self.units.setdefault(entry.unit, []).append(entry.user)
 
     def _check_offloadable(self, entries: Sequence[Slice]) -> None:
-        if getattr(torch_class(type(self.optimizer)), "__name__", "") == "AdamW8bit":
+        if self.in_blocks:
             extension("eight_bit").check_parameters(self.label, entries)
         for tier, entry in {e.flat.rest.master: e for e in entries if e.parameter is not None}.items():
             check_offloadable(self.optimizer, self.label, self.rule, tier, entry.user.device)

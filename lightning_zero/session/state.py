@@ -372,7 +372,9 @@ class OptimizerState:
             entry = entries.get(rename(key))
             shape = () if entry is None else entry.spec.whole_shape
             shapes = {k: tuple(v.shape) for k, v in values.items() if isinstance(v, Tensor) and v.dim()}
-            wrong = [k for k in shapes if self._optimizer.rule == "elementwise" and shapes[k] != shape_of(k, shape)]
+            wrong: list[str] = []
+            if self._optimizer.rule == "elementwise":
+                wrong = [k for k in shapes if shapes[k] != (shape_of(k, shape) if self._optimizer.in_blocks else shape)]
             if entry is not None and wrong:
                 why = f"{wrong[0]} of shape {shapes[wrong[0]]}, the parameter has {shape}"
                 unfit.append(f"'{rename(key)}' ({why})")
