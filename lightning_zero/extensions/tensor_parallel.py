@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any, cast
@@ -54,7 +55,7 @@ from lightning_zero.plan.tree import kind_of
 from lightning_zero.shards.binding import binding_of
 from lightning_zero.shards.slice import Slice, fingerprint
 
-__all__ = ["adopt", "compare_batches", "in_step", "localise", "make_mesh", "mesh_sizes", "plan_alone"]
+__all__ = ["adopt", "choosing", "compare_batches", "in_step", "localise", "make_mesh", "mesh_sizes", "plan_alone"]
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"  # as Lightning's ModelParallelStrategy names them
 
@@ -329,6 +330,17 @@ def _compare(slices: Sequence[Slice], outputs: dict[str, list[float]], watches: 
                 )
 
 
+@contextmanager
+def choosing() -> Iterator[None]:
+    """In here layers show the parameters themselves, which optimizers take and param groups are chosen by."""
+    global _choosing
+    _choosing = True
+    try:
+        yield
+    finally:
+        _choosing = False
+
+
 def in_step(engine: ZeroEngine, tensor: int) -> Callable[[str, Sequence[int]], list[list[int]]]:
     """``engine.agree`` about batches, which are the same on all ranks of a tensor group, or ``DivergenceError``."""
 
@@ -371,6 +383,7 @@ def _with_first(ranks: int, tensor: int) -> Iterator[tuple[int, int]]:
     return ((rank // tensor * tensor, rank) for rank in range(ranks))
 
 
+_choosing = False
 _MESHES: WeakKeyDictionary[Any, dict[tuple[int, int], DeviceMesh]] = WeakKeyDictionary()  # of a default group, by sizes
 _COMPARED: WeakKeyDictionary[ZeroEngine, set[str]] = WeakKeyDictionary()  # step methods
 _NOTED: WeakKeyDictionary[ZeroEngine, dict[str, list[float]]] = WeakKeyDictionary()  # what the first step is to compare
@@ -548,7 +561,8 @@ def _read(layer: nn.Module, key: str) -> tuple[Any, Any]:
     """A layer's parameter, and the spec of the DTensor to show in its place, if one is."""
     local: Any = layer._parameters[key]
     told, binding = getattr(local, "tensor_spec", None), binding_of(local)
-    if told is None or (binding is not None and binding.held):  # the user's own, or whole in the user's hands
+    # The user's own, or whole in the user's hands, or to be chosen.
+    if told is None or (binding is not None and binding.held) or _choosing:
         return local, None
     mesh, placements, shape, stride, made = told
     if local.dtype not in made:

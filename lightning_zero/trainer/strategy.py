@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -293,7 +293,8 @@ class ZeroStrategy(Processes, ParallelStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Run ``configure_optimizers`` on the real parameters, then put shards there. Collective: every rank."""
-        with ConstantState():  # type: ignore[no-untyped-call]
+        choosing = nullcontext if self._device_mesh is None else extension("tensor_parallel").choosing
+        with ConstantState(), choosing():  # type: ignore[no-untyped-call]
             super().setup_optimizers(trainer)
         self._adopt(self.optimizers)
         schedulers = [vars(config) for config in self.lr_scheduler_configs]

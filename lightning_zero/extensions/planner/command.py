@@ -133,7 +133,8 @@ class Planner:
             return None
         model: Any = self.model
         try:
-            with self._attached(model), warnings.catch_warnings():
+            choosing = extension("tensor_parallel").choosing
+            with self._attached(model), choosing(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 found = tree_leaves(model.configure_optimizers())
         except Exception:  # the user's code, which may ask for more of a Trainer, or for data

@@ -242,6 +242,26 @@ def row_counted(folder: Path) -> None:
         assert copy.deepcopy(module.count).dist_sync_fn is not None
 
 
+class Chosen(split.Split):
+    """Chooses its param groups by the weights of layers."""
+
+    def configure_optimizers(self) -> Any:
+        weights = [layer.weight for layer in self.net.blocks.modules() if isinstance(layer, nn.Linear)]
+        others = [one for one in self.parameters() if one.requires_grad and id(one) not in map(id, weights)]
+        return torch.optim.AdamW([{"params": weights, "weight_decay": 0.9}, {"params": others}], lr=0.01, eps=1e-4)
+
+
+def row_chosen(_: int) -> None:
+    found = []
+    for layout in (split.Layout(3, 4), split.Layout(1, 2, 2), split.Layout(3, 2, 2)):
+        module = Chosen()
+        split.fit(layout, module, 3)
+        with full_parameters(module):
+            found.append({name: value.detach().clone() for name, value in module.named_parameters()})
+    assert split.distance(found[0], found[1]) < 1e-12
+    assert split.distance(found[0], found[2]) < 1e-12
+
+
 def row_mesh(_: int) -> None:
     """Fits of one process share a mesh, whose transfers wait as long as each says."""
     found, groups = [], []
@@ -259,6 +279,7 @@ def row_mesh(_: int) -> None:
 def rank(number: int, estimates: dict[Any, MemoryEstimate], folder: Path) -> None:
     row_mesh(number)
     row_counted(folder)
+    row_chosen(number)
     row_average(number)
     row_planned(number)
     row_peak(estimates)
