@@ -41,6 +41,7 @@ __all__ = ["BLOCK", "PIECE_NUMEL", "AdamW8bit", "check_parameters"]
 PIECE_NUMEL = {True: 2**22, False: 2**18}
 """Elements that a step computes with at once, by whether the device is an accelerator: multiples of a block."""
 
+_MOST = torch.finfo(torch.float32).max
 _STATES = (("exp_avg", True), ("exp_avg_sq", False))  # and whether there are negative ones
 
 
@@ -49,8 +50,8 @@ class AdamW8bit(Optimizer):
 
     Parameters with fewer than ``min_8bit_size`` elements, such as norms and biases, are updated as by
     ``torch.optim.AdamW``, bit for bit. The update of the others is computed in float32 with moments that were rounded
-    after the step before. State is saved as codes of the parameter's shape and scales by block. It is neither that of
-    ``AdamW`` nor of other 8-bit optimizers, and is not loaded by them.
+    after the step before; NaN in a gradient spreads to its block. State is saved as codes of the parameter's shape and
+    scales by block. It is neither that of ``AdamW`` nor of other 8-bit optimizers, and is not loaded by them.
 
     Raises:
         ValueError: for a setting out of its range, or a parameter that is not a floating-point number.
@@ -231,6 +232,7 @@ def _encode(values: Tensor, codes: Tensor, scales: Tensor, signed: bool) -> None
     """Write some blocks of float32 values, which are overwritten, as codes and scales."""
     blocks = values.view(-1, BLOCK)
     torch.amax(blocks.abs() if signed else blocks, dim=1, out=scales)
+    scales.clamp_(max=_MOST)  # one infinite element must not make the others of its block NaN
     blocks.div_(scales.masked_fill(scales == 0, 1.0)[:, None])
     own, (first, bounds) = values[: len(codes)], _search(signed, values.device)
     key = own.view(torch.int32).bitwise_right_shift(16).bitwise_and_(0xFFFF)

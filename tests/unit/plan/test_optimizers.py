@@ -95,6 +95,19 @@ def test_what_8_bit_states_keep_and_make(numel: int, dtype: torch.dtype) -> None
     assert made <= 20 * min(numel, 2**18) + 20_000
 
 
+def test_one_huge_gradient_leaves_the_others_of_its_block() -> None:
+    """Its square is infinite, as in AdamW."""
+    parameter = nn.Parameter(torch.ones(64, 64))
+    optimizer = AdamW8bit([parameter], lr=0.01)
+    for step in range(3):
+        parameter.grad = torch.full_like(parameter, 0.5)
+        if step == 0:
+            parameter.grad[3, 5] = 1e20
+        optimizer.step()
+    assert parameter.isfinite().all()
+    assert (parameter[parameter < 0.99].numel()) == 64 * 64 - 1
+
+
 @pytest.mark.parametrize("optimizer", ["AdamW8bit", "lightning_zero.AdamW8bit", AdamW8bit])
 def test_8_bit_states_by_class_and_name(optimizer: Any) -> None:
     cost = OptimizerCost.of(optimizer)
