@@ -579,6 +579,8 @@ class ZeroEngine:
         self.weights.after_step(self.computes or self.plan.offload is not None)
         self.updating = False
         self._schedule.masters_changed(units)
+        for optimizer in self.optimizers:
+            optimizer.masters_changed(units)
         if self.progress.depth > 0 and not self.progress.in_backward:
             self._open_forward()
 
@@ -612,8 +614,6 @@ class ZeroEngine:
         self.after_optimizer_step(written)
         self.updating = updating
         self._schedule.masters_changed(())
-        for optimizer in self.optimizers:
-            optimizer.masters_changed()
 
     # ------------------------------------------------------------ user code
 

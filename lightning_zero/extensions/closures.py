@@ -101,7 +101,7 @@ class ClosureOptimizer:
     def gradients(self) -> list[Tensor]:
         return [g for e in self.entries if e.parameter is not None and (g := e.parameter.grad) is not None]
 
-    def nothing(self) -> None:
+    def nothing(self, *_: Any) -> None:
         """There is nothing to forget, and nothing to give back: the optimizer is as the user made it."""
 
     masters_changed = abandon = retire = make_room = nothing

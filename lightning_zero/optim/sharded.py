@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -137,10 +138,11 @@ class ShardedOptimizer:
         """What all ranks agree on before a step, if no hook of others' comes before that. Local."""
         return (self.label, self._options()) if self._hooks.alone else None
 
-    def masters_changed(self) -> None:
-        """Note that the masters were written by something other than this optimizer's step."""
-        if self._whole is not None:
-            self._whole.stale = True
+    def masters_changed(self, units: Mapping[int, Sequence[nn.Parameter]]) -> None:
+        """Note that the masters of some units' parameters were written, if not by this optimizer's step."""
+        if self._whole is not None and units is not self.units:
+            written = set(chain.from_iterable(units.values()))
+            self._whole.stale |= any(entry.user in written for entry in self._whole.places)
 
     def abandon(self) -> None:
         """Forget a step that raised."""

@@ -166,6 +166,23 @@ def with_closure(module: Manual, optimizer: Any, batch_idx: int) -> None:
     optimizer.step(closure=closure)
 
 
+class Turns(Manual):
+    """Two optimizers of the same weights, one of which keeps them whole at one rank, take turns."""
+
+    def __init__(self) -> None:
+        super().__init__(self.turn)
+
+    def turn(self, _: Any, optimizers: Any, batch_idx: int) -> None:
+        optimizer = optimizers[batch_idx % 2]
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch_idx))
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        weights = [p for p in self.parameters() if p.ndim == 2]
+        return torch.optim.Muon(weights, lr=0.01), torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 def test_loops_by_hand_train_like_ddp() -> None:
     in_one_world(
         2,
@@ -176,6 +193,7 @@ def test_loops_by_hand_train_like_ddp() -> None:
         as_under_ddp(lambda: Manual(every_other), exact=False, count=6, steps=3),
         as_under_ddp(lambda: Manual(raw_step), steps=0),  # as in DDP: Lightning counts its own wrapper's steps only
         as_under_ddp(lambda: Manual(with_closure)),
+        as_under_ddp(Turns),
     )
 
 
