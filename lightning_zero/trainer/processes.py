@@ -229,9 +229,20 @@ class Processes:
         return self._session
 
     def _localise(self, module: nn.Module) -> None:
-        """Let a module that is parallelised have parameters of this rank's own. Collective: every rank."""
+        """Let a module that is parallelised have parameters of this rank's own. Collective: every rank.
+
+        Raises ``ValueError`` if an earlier run has split it, and this one has no tensor groups.
+        """
         if (mesh := self._device_mesh) is not None:
             extension("tensor_parallel").localise(module, mesh["tensor_parallel"], self.session.groups.control)
+            return
+        parts = {name: getattr(one, "tensor_part", None) for name, one in module.named_parameters()}
+        for name, part in parts.items():
+            if part is not None and part.dim is not None and part.ranks > 1:
+                raise ValueError(
+                    f"'{name}' was split over tensor groups of {part.ranks} ranks before. Give tensor_parallel_size="
+                    f"{part.ranks} to this strategy too, or load a checkpoint into a new module."
+                )
 
     def _adopt(self, optimizers: Sequence[Optimizer]) -> None:
         """Let optimizers of a module that is parallelised have these parameters. Local."""

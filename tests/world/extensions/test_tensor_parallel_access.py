@@ -263,7 +263,7 @@ def row_chosen(_: int) -> None:
 
 
 def row_mesh(_: int) -> None:
-    """Fits of one process share a mesh, whose transfers wait as long as each says."""
+    """Fits of one process share a mesh, whose transfers wait as long as each says. One without has no use for parts."""
     found, groups = [], []
     for seconds in (70, 80, 70):
         module = split.Split()
@@ -272,6 +272,8 @@ def row_mesh(_: int) -> None:
         assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=seconds)
         found.append(module.device_mesh)
         groups.append(groups_made())
+    with pytest.raises(ValueError, match="was split over tensor groups of 2 ranks before"):
+        split.fit(split.Layout(3, 4), module, 2)
     assert found[0] is found[1] is found[2]
     assert groups[1] == groups[2], groups  # others than the mesh's are made for each timeout
 
