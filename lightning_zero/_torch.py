@@ -156,13 +156,6 @@ def abort_group(name: str) -> None:
         group.abort()
 
 
-_GROUPS: Any = dist.distributed_c10d
-set_timeout: Callable[[timedelta, dist.ProcessGroup], None] = (
-    _GROUPS.set_timeout if hasattr(_GROUPS, "set_timeout") else _GROUPS._set_pg_timeout  # until 2.13
-)
-"""Of transfers in a process group."""
-
-
 def forget_meshes() -> None:
     """Have DTensors and compiled code forget meshes that have ended: torch takes one of the same ranks for another."""
     importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()

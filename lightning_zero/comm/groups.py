@@ -57,7 +57,17 @@ from lightning_zero.comm.control import ControlGroup, watch_ranks
 from lightning_zero.config import ShardWithin
 from lightning_zero.errors import CommunicationError
 
-__all__ = ["ANSWER_SECONDS", "RANKS_PER_HOST", "STORE", "Groups", "ShardGroup", "allow_files", "connections", "joining"]
+__all__ = [
+    "ANSWER_SECONDS",
+    "RANKS_PER_HOST",
+    "STORE",
+    "Groups",
+    "ShardGroup",
+    "allow_files",
+    "connections",
+    "joining",
+    "make_group",
+]
 __all__ += ["order_launches", "orders_differ", "places_by_host", "shard_span", "shut", "sockets", "this_host"]
 
 
@@ -114,7 +124,14 @@ def places_by_host(hosts: Sequence[Sequence[int]]) -> list[list[int]] | None:
 
 
 class Connections(dict[str, list[tuple[int, str]]]):
-    """Sockets by the name of their process group: the number of the file, and what the system calls it."""
+    """Sockets by the name of their process group: the number of the file, and what the system calls it.
+
+    ``of_users`` and ``of_dtensors``: names of groups that user code calls, and that torch does for DTensors.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_users, self.of_dtensors = set[str](), set[str]()
 
     _before: set[tuple[int, str]] | None = None  # those that there were, while a group is made
     _awaited: Sequence[int] = ()  # the ranks that may connect to it
@@ -188,7 +205,8 @@ def joining(world_size: int, backend: str) -> Iterator[None]:
     allow_files(world_size * (3 if "gloo" in backend else 2))  # two of rank 0's store: if it is full, all others wait
     with connections.opened() as opened:
         yield
-    connections[dist.group.WORLD.group_name] = opened  # type: ignore[union-attr]
+    name: str = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    connections[name], connections.of_users, connections.of_dtensors = opened, {name}, set()
     atexit.register(_end_all, os.getpid())  # Lightning does so for nccl only
 
 
@@ -309,10 +327,10 @@ class Groups:
             _connect(control, timeout, what)
         more = 2 * size if "gloo" in (backend or dist.get_backend()) else 0
         controls[0].together("connect the ranks", functools.partial(allow_files, more), CommunicationError)
-        groups.gather = groups.reduce = _made(backend, timeout, "parameters", sets)
+        groups.gather = groups.reduce = make_group(backend, timeout, "parameters", sets)
         if tensor > 1:
             counted = [range(first, first + count) for first in range(0, world_size, count)]
-            groups.counting = _made(backend, timeout, "numbers about gradients", counted)
+            groups.counting = make_group(backend, timeout, "numbers about gradients", counted)
         if count < world_size:
             first = rank // count * count
             controls[0].counted = controls[1].counted = range(first, first + count)
@@ -326,7 +344,7 @@ class Groups:
         """Groups of that set of ranks which this one is of, with the same agreements. Collective: every rank."""
         rank = self.control.rank
         ranks = next(ranks for ranks in sets if rank in ranks)
-        gather = _made(backend, self.timeout, what, sets)
+        gather = make_group(backend, self.timeout, what, sets)
         shard = ShardGroup(ranks.index(rank), len(ranks))
         made = Groups(gather, gather, self.control, self.checkpoint, shard, divisor, timeout=self.timeout)
         made.made = _Made(backend=backend, sets=sets)
@@ -345,7 +363,7 @@ class Groups:
     def part(self, apart: bool) -> None:
         """Give reductions a group of their own, if they have none and any rank needs that. Collective: every rank."""
         if self.one_order and self.control.agree_any(apart):
-            self.reduce = _made(self.made.backend, self.timeout, "gradients", self.made.sets)
+            self.reduce = make_group(self.made.backend, self.timeout, "gradients", self.made.sets)
 
     def find_hosts(self) -> list[list[int]]:
         """The ranks of each host, which can see one another's processes. Collective: every rank.
@@ -449,7 +467,7 @@ class Groups:
             _destroy(groups.pop())
 
 
-def _made(
+def make_group(
     backend: str | None, timeout: timedelta | None, description: str, sets: Sequence[Sequence[int]]
 ) -> dist.ProcessGroup:
     """A group whose connections are known: of that one of ``sets`` which this rank is of. Collective: every rank."""

@@ -40,9 +40,9 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_zero._torch import forget_meshes, set_timeout, tree_leaves, untracked
+from lightning_zero._torch import forget_meshes, tree_leaves, untracked
 from lightning_zero.comm.control import ControlGroup, naming_failures
-from lightning_zero.comm.groups import connections
+from lightning_zero.comm.groups import connections, make_group
 from lightning_zero.config import SessionSettings
 from lightning_zero.engine import ZeroEngine
 from lightning_zero.engine.guard import WRAPPERS
@@ -77,22 +77,22 @@ def mesh_sizes(settings: SessionSettings, on_node: int, world_size: int) -> tupl
     return groups, within
 
 
-def make_mesh(device: torch.device, data: int, tensor: int, timeout: timedelta) -> DeviceMesh:
+def make_mesh(device: torch.device, data: int, tensor: int, backend: str | None, timeout: timedelta) -> DeviceMesh:
     """The ranks as a mesh: those of a tensor-parallel group are neighbours. Collective: every rank.
 
-    Made once per default group and sizes, as ``Groups`` are. ``timeout``: of transfers in it.
+    Made once per default group and settings, as ``Groups`` are. Torch would take the default group for a dimension of
+    all ranks, in which nobody ends a wait when another rank has failed.
     """
-    known = _MESHES.setdefault(dist.group.WORLD, {})
-    if (data, tensor) not in known:
+    known, key = _MESHES.setdefault(dist.group.WORLD, {}), (data, tensor, timeout)
+    if key not in known:
         forget_meshes()
-        with connections.opened(range(data * tensor)) as opened:
-            made = init_device_mesh(device.type, (data, tensor), mesh_dim_names=(DATA, TENSOR))
-        for dimension in (DATA, TENSOR):  # so that waits in them end when another rank has failed
-            connections[made[dimension].get_group().group_name] = opened
-        known[data, tensor] = made
-    for dimension in (DATA, TENSOR):
-        set_timeout(timeout, known[data, tensor][dimension].get_group())
-    return known[data, tensor]
+        places = torch.arange(data * tensor).view(data, tensor)
+        across = make_group(backend, timeout, DATA, places.T.tolist())
+        within = make_group(backend, timeout, TENSOR, places.tolist())
+        connections.of_users.add(across.group_name)
+        connections.of_dtensors.add(within.group_name)
+        known[key] = DeviceMesh.from_group([across, within], device.type, places, mesh_dim_names=(DATA, TENSOR))
+    return known[key]
 
 
 def plan_alone(module: nn.Module, data: int, tensor: int) -> None:
@@ -384,7 +384,7 @@ def _with_first(ranks: int, tensor: int) -> Iterator[tuple[int, int]]:
 
 
 _choosing = False
-_MESHES: WeakKeyDictionary[Any, dict[tuple[int, int], DeviceMesh]] = WeakKeyDictionary()  # of a default group, by sizes
+_MESHES: WeakKeyDictionary[Any, dict[Any, DeviceMesh]] = WeakKeyDictionary()  # of a default group
 _COMPARED: WeakKeyDictionary[ZeroEngine, set[str]] = WeakKeyDictionary()  # step methods
 _NOTED: WeakKeyDictionary[ZeroEngine, dict[str, list[float]]] = WeakKeyDictionary()  # what the first step is to compare
 

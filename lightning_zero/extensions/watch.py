@@ -23,7 +23,7 @@ look. So the store may show a wait that has ended. It brings no verdict: only it
 [Note: how a wait is known]
 Our own code notes what it waits for (``comm/control.py``). For a call of torch.distributed in user code or in Lightning
 the stacks of all threads show that a thread is in such a function. Its group is the one, of those that are not ours,
-whose count of collectives has grown last. Where several have, nobody judges.
+whose count of collectives has grown last. Where several have, nobody judges. DTensors have groups of their own.
 
 [Note: stacks of other threads]
 To make a frame object may begin a garbage collection, which may let other threads run; in Python 3.11 the frame may
@@ -372,13 +372,15 @@ class _Stacks:
     def __init__(self, thread: int) -> None:
         self._thread = thread
         self._entered: dict[str, int] = {}  # by group, when last looked
-        self._latest = ""  # the group that is not ours whose count has grown since then; empty: several have
+        # The group that is not ours whose count has grown since then, by who calls it; empty: several have.
+        self._latest = {_COLLECTIVES: "", _OF_DTENSORS: ""}
 
     def wait(self) -> Wait | None:
         """What the thread waits in, if no other thread does something that ranks may wait for."""
         self._note_entered()
         stacks = self.written()
         lines, _ = stacks.pop(self._thread, []), stacks.pop(threading.get_ident())
+        lines = lines[1:] if lines and lines[0].file == _OPERATORS else lines
         if not lines or lines[0].file not in _WAITING or any(map(_communicates, stacks.values())):
             return None
         return self._noted(lines) or self._foreign(lines)
@@ -399,10 +401,11 @@ class _Stacks:
 
     def _note_entered(self) -> None:
         entered = entered_collectives()
-        ours = connections.keys() - {getattr(dist.group.WORLD, "group_name", None)}
-        grown = [name for name, count in entered.items() if name not in ours and count != self._entered.get(name, 0)]
-        if grown:
-            self._latest = grown[0] if len(grown) == 1 else ""
+        grown = {name for name, count in entered.items() if count != self._entered.get(name, 0)}
+        foreign, split = grown - (connections.keys() - connections.of_users), grown & connections.of_dtensors
+        for file, names in ((_COLLECTIVES, foreign), (_OF_DTENSORS, split)):
+            if names:
+                self._latest[file] = names.pop() if len(names) == 1 else ""
         self._entered = entered
 
     def _noted(self, lines: list[_Line]) -> Wait | None:
@@ -435,7 +438,7 @@ class _Stacks:
         if operation in _MAKE_GROUPS:
             place, everyone = groups_made(), _ranges(range(dist.get_world_size()))
             return Wait((place,), _STORE, "new_group", place, everyone, _text(lines, "for a new process group", ""))
-        group = group_called(self._latest) if operation else None
+        group = group_called(self._latest[lines[0].file]) if operation else None
         return None if group is None else self._in_group(lines, group, operation, -1, (), "")
 
 
@@ -447,7 +450,7 @@ class _Line(NamedTuple):
 
 def _operation(lines: list[_Line]) -> str:
     """The function of torch.distributed that a thread is in; empty if it is in none."""
-    return lines[0].function if lines[0].file == _COLLECTIVES else ""
+    return lines[0].function if lines[0].file in _FOREIGN else ""
 
 
 def _communicates(lines: list[_Line]) -> bool:
@@ -470,8 +473,11 @@ def _text(lines: list[_Line], waits: str, told: str) -> str:
 
 _OURS = str(Path(__file__).resolve().parents[1]) + os.sep
 _COLLECTIVES = dist.distributed_c10d.__file__
+_OF_DTENSORS = str(Path(_COLLECTIVES).with_name("_functional_collectives.py"))
+_OPERATORS = str(Path(_COLLECTIVES).parents[1] / "_ops.py")
+_FOREIGN = {_COLLECTIVES, _OF_DTENSORS}
 _WAITING = {
-    _COLLECTIVES,
+    *_FOREIGN,
     *(str(Path(_OURS, "comm", name)) for name in ("control.py", "native.py")),
     str(Path(_OURS, "extensions", "shared_memory", "links.py")),
 }

@@ -194,7 +194,8 @@ class Processes:
                 f"num_nodes={self.num_nodes} ask for {self.num_ranks}. {_HOW_MANY}"
             )
         if self.settings.tensor_parallel_size is not None:
-            self._device_mesh = extension("tensor_parallel").make_mesh(device, *self._mesh_sizes(), self._timeout)
+            make_mesh, settings = extension("tensor_parallel").make_mesh, (self.process_group_backend, self._timeout)
+            self._device_mesh = make_mesh(device, *self._mesh_sizes(), *settings)
 
     def _mesh_sizes(self) -> tuple[int, int]:
         """Ranks of a data-parallel and of a tensor-parallel group; ``ValueError`` if all ranks are no such mesh."""

@@ -368,7 +368,7 @@ def test_waits_for_a_rank_that_never_connects_to_a_whole_mesh_end(failing: int) 
             with pytest.MonkeyPatch.context() as patch, suppress(ValueError, RuntimeError):
                 patch.setitem(dist.distributed_c10d._world.pg_map, dist.group.WORLD, ("gloo", Store()))
                 timer.start()
-                module._made("gloo", timedelta(seconds=10), "parameters", ())
+                module.make_group("gloo", timedelta(seconds=10), "parameters", ())
             timer.join()
             seconds.append(time.monotonic() - begin)
         return seconds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -454,6 +455,28 @@ def test_ranks_do_not_wait_for_one_that_failed(where: str, end: Any) -> None:
         assert failures[rank].type in ("CommunicationError", "DivergenceError", "RuntimeError")
         # They end at once: some find one that failed, and some one that is gone.
         assert re.search(r"(?i)rank \d (has failed|is gone|has ended)", failures[rank].message), failures[rank].message
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_ranks_do_not_wait_for_one_that_failed_and_lives_on(tensor: int, tmp_path: Path) -> None:
+    """As in a notebook. With 1 x 4 ranks torch would take the default group for the tensor group."""
+
+    def run(rank: int) -> str:
+        module = Failing(Llama, llama_plan)
+        module.where, module.end = "between", fail
+        with pytest.raises((KeyError, RuntimeError)) as caught:
+            fit(zero(3, tensor), module)
+        (tmp_path / str(rank)).touch()
+        deadline = time.monotonic() + 60
+        while len([*tmp_path.iterdir()]) < 4 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert time.monotonic() < deadline
+        return str(caught.value)
+
+    found = run_world(4, run, timeout=100)
+    assert "own mistake" in found[3]
+    for text in found[:3]:
+        assert "rank 3 has failed with KeyError" in text or "Rank 3 has failed with KeyError" in text, text
 
 
 def early() -> Llama:
