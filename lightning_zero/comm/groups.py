@@ -57,18 +57,9 @@ from lightning_zero.comm.control import ControlGroup, watch_ranks
 from lightning_zero.config import ShardWithin
 from lightning_zero.errors import CommunicationError
 
-__all__ = [
-    "ANSWER_SECONDS",
-    "RANKS_PER_HOST",
-    "STORE",
-    "Groups",
-    "ShardGroup",
-    "allow_files",
-    "connections",
-    "joining",
-    "make_group",
-]
-__all__ += ["order_launches", "orders_differ", "places_by_host", "shard_span", "shut", "sockets", "this_host"]
+__all__ = ["ANSWER_SECONDS", "RANKS_PER_HOST", "STORE", "Groups", "ShardGroup", "allow_files", "connections", "joining"]
+__all__ += ["make_group", "order_launches", "orders_differ", "places_by_host", "shard_span", "shut", "sockets"]
+__all__ += ["this_host"]
 
 
 def orders_differ(device: torch.device, sharded: bool) -> bool:

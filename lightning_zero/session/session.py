@@ -239,10 +239,8 @@ class ZeroSession:
                 f"{some(thawed)} thawed in the middle of a fit, with an optimizer that needs a closure: it keeps whole "
                 "parameters. Thaw before the fit."
             )
-        trained, there = (
-            [one for one in former.shards.values() if one.parameter is not None],
-            {*former.module.parameters()},
-        )
+        trained = [one for one in former.shards.values() if one.parameter is not None]
+        there = {*former.module.parameters()}
         if gone := [one.name for one in trained if one.user not in there]:
             raise ParameterAccessError(
                 f"{some(map(repr, gone))} left the module before {some(thawed)} thawed, and an optimizer still has it. "
