@@ -553,5 +553,9 @@ def test_runs_of_tune_are_short_and_keep_to_their_folder(tmp_path: Path) -> None
     assert trainer["default_root_dir"].startswith(str(tmp_path))
     assert trainer["callbacks"][0] == kept
     assert trainer["callbacks"][1]["class_path"].endswith(".Measurement")
+    killed = [sys.executable, "-c", "import os; print('Set a lower value', flush=True); os.kill(os.getpid(), 9)"]
+    (tmp_path / "others").mkdir()
+    row = tune_runs.Children(tmp_path / "others", tmp_path, killed, [], config, 5, 60.0).run(Settings(3), "")
+    assert (row.failure, row.of_memory) == ("ended with exit code -9: it was killed, as where memory runs out", True)
     with pytest.raises(FileNotFoundError, match="no-such-program"):
         tune_runs.Children(tmp_path / "runs/0", tmp_path, ["no-such-program"], [], config, 5, 60.0).run(Settings(3), "")

@@ -7,9 +7,9 @@ The module itself counts as free where it is, as its parameters become what the 
 may differ, and so may the stage: numbers do not depend on it.
 
 [Note: a batch beside the training]
-Activations are measured with the first samples of the training data in their order. No sampler is asked, and data that
-are read in workers are read by another worker, so that the training gets what it gets without this. What has a state in
-this process, an ``IterableDataset`` without workers, is not read, and activations are not known then.
+Activations are measured with the first samples of the training data in their order. No sampler is asked, and a worker
+reads the data, whose generators and counters in this process stay as they are, so that the training gets what it gets
+without this. An ``IterableDataset`` without workers, as of an open file, is not read: activations are not known then.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ ROOM = 0.9
 
 _CGROUPS, _PROC = Path("/sys/fs/cgroup"), Path("/proc")
 _NO_LIMIT = 2**60  # more is how cgroups say that there is none
+_SECONDS = 60  # for a batch of data that are not made for workers
 
 
 def choose_stage(
@@ -185,7 +186,7 @@ def activations_of(trainer: Trainer, strategy: Any) -> tuple[int, str]:
                     units=settings.units,
                 )
         except Exception as error:  # of the user's data, or code
-            why = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+            why = (str(error).strip().rpartition("\n")[2] or type(error).__name__)[:300].rstrip(".")
             return 0, f"{why}." if "are not known" in why else f"Activations are not known: {why}."
         return found.total, ""
 
@@ -203,10 +204,10 @@ def _batch(loader: Any) -> Any:
     settings: Mapping[str, Any] = {
         "batch_size": size,
         "collate_fn": loader.collate_fn,
-        "num_workers": min(1, workers),
+        "num_workers": 1,
         "worker_init_fn": loader.worker_init_fn,
-        "multiprocessing_context": loader.multiprocessing_context if workers else None,
-        "timeout": loader.timeout,
+        "multiprocessing_context": loader.multiprocessing_context if workers else "fork",
+        "timeout": loader.timeout if workers else _SECONDS,
     }
     return next(iter(DataLoader(data, **settings)))
 

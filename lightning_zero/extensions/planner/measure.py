@@ -83,10 +83,13 @@ def measure_activations(
         policy, units: the strategy's ``activations`` and ``units``.
 
     Raises:
-        ValueError: if the step depends on values, is tensor-parallel or fails (saying where), or the policy is unfit.
+        ValueError: if the step depends on values, optimizes by hand, is tensor-parallel or fails (saying where), or the
+            policy is unfit.
     """
     if any(hasattr(parameter, "tensor_part") for parameter in model.parameters()):
         raise ValueError(f"Activations of a tensor-parallel {type(model).__name__} are not known: give their size.")
+    if not getattr(model, "automatic_optimization", True):
+        raise ValueError(f"Activations of {type(model).__name__} are not known: it optimizes by hand.")
     policy = validate_activations(policy) or ActivationPolicy()
     again = () if policy.checkpointing is None else find_recomputed(model, policy.checkpointing, units)
     plan = Plan.build(model, stage=1, world_size=1, param_dtype=param_dtype, full_precision=full_precision)

@@ -91,8 +91,8 @@ class Children:
         if ranks and all(ranks):
             seconds, peak = (max(one[name] for one in ranks) for name in ("seconds", "peak"))
             return Row(settings, seconds, first["samples"], peak, facts)
-        said = _reason(self.logs[-1])
         killed = child.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL) and not failure
+        said = "it was killed, as where memory runs out" if killed else _reason(self.logs[-1])
         of_memory = killed or bool(_OF_MEMORY.search(said))
         failure = failure or f"ended with exit code {child.returncode}: {said}"
         return Row(settings, facts=facts, failure=failure, of_memory=of_memory)

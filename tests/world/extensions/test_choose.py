@@ -58,13 +58,16 @@ class Stream(IterableDataset[Tensor]):
 
 
 class Drawn(Dataset[Tensor]):
-    """Draws what it gives, as augmentations do."""
+    """Draws what it gives, as augmentations do, some from a generator of their own."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(5)
 
     def __len__(self) -> int:
         return 32
 
     def __getitem__(self, index: int) -> Tensor:
-        return torch.randn(WIDTH)
+        return torch.randn(WIDTH) + torch.randn(WIDTH, generator=self.generator)
 
 
 class Batches(list[Tensor]):

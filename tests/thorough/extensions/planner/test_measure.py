@@ -260,7 +260,7 @@ class Recurrent(LightningModule):
     [
         (Asking, text, r"asks for values.*\(test_measure.py, line \d+: `if result\[\"loss\"\].item\(\) > 3.0:`\)"),
         (Selecting, text, r"asks for values.*\(test_measure.py, line \d+: `return self.embedding"),
-        (ByHand, text, "Activations of ByHand are not known: .*not attached to a `Trainer`"),
+        (ByHand, text, "Activations of ByHand are not known: it optimizes by hand"),
         (Recurrent, images, "recurrent layers keep is known only when they run"),
         (GPT, images, r"raises TypeError: .*\(test_measure.py, line \d+"),
     ],
