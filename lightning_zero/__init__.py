@@ -80,6 +80,10 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
+        if name == "NoBatch":
+            raise ImportError(
+                'NoBatch has gone: LoaderPolicy(training="stop") ends all ranks with the first.', name=name
+            )
         if name not in {**_OF_EXTENSIONS, **_LATER}:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         place = _LATER.get(name)
@@ -154,6 +158,14 @@ def _register(name: str, description: str, stage: Any, default: Offload | None =
     for registry, strategy in ((StrategyRegistry, ZeroStrategy), (STRATEGY_REGISTRY, ZeroFabricStrategy)):
         if name not in registry:
             registry.register(name, strategy, description=description, stage=stage, offload=default)
+            for earlier in {name.replace("zero", "zero_"), name.replace("zero", "zero-"), name.replace("_", "-")} - {
+                name
+            }:
+                registry.register(earlier, _renamed, now=name)
+
+
+def _renamed(now: str) -> None:
+    raise ValueError(f"This name of a strategy has gone: write strategy='{now}'.")
 
 
 def _class_with_arguments(name: str, stage: Any, default: Offload | None) -> type:

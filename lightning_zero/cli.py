@@ -34,6 +34,15 @@ _COMMANDS = {
 _OF_EXTENSIONS = {"plan": "planner", "doctor": "doctor", "inspect": "inspection", "tune": "tune"}
 _TOOLS = {"consolidate", *_OF_EXTENSIONS}
 _HELP = ["-h"], ["--help"]
+# Beginnings of options of earlier versions, and what to do now.
+_GONE = {
+    "consolidate --overwrite": "write to another name, or delete what is there before",
+    "fit --help-all": "--print_config lists every option",
+    "inspect --json": "in Python, `verify_checkpoint` and `load_full_state_dict` say what is there",
+    "plan --link": "divide what leaves a node, or what a rank sends, by the speed of your links",
+    "plan --lora": "give --model a module that adds its adapters, as for training",
+    "plan --plot": "draw what --json prints",
+}
 _RUN_OPTIONS = {
     "config FILE": "A configuration file. Options after it override it.",
     "model CLASS": "The LightningModule, as my_module.MyModel. --model.NAME gives it an argument.",
@@ -130,6 +139,10 @@ def _command(given: Sequence[str]) -> str:
     parser.add_argument("command", metavar="COMMAND", choices=_COMMANDS, help="one of these:")
     parser.add_argument("--version", action="version", version=f"lightning-zero {sys.modules[__package__].__version__}")
     command: str = parser.parse_args(given[:1]).command
+    for option in given[1:]:
+        for gone, now in _GONE.items():
+            if f"{command} {option}".startswith(gone):
+                parser.error(f"{option.partition('=')[0]} does not exist any more: {now}.")
     if command not in _TOOLS and list(given[1:]) in _HELP:
         print(short_help(command, f"{_COMMANDS[command]}.", {}), end="")  # noqa: T201
         raise SystemExit(0)

@@ -21,7 +21,7 @@ from lightning_zero.engine.full import (
     whole,
     whole_gradients,
 )
-from lightning_zero.errors import DivergenceError, ParameterAccessError, UnsupportedOptimizerError
+from lightning_zero.errors import DivergenceError, ParameterAccessError, UnsupportedOptimizerError, changed
 from lightning_zero.offload.host import OffloadedTensor
 from lightning_zero.optim.gradients import gradient_norm
 from lightning_zero.optim.state import grain
@@ -67,6 +67,7 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
         yield
 
 
+@changed("Buffers stay as they are: copy or average them in a loop over `buffers()`, which every rank has.")
 def ema_update(average: nn.Module, module: nn.Module, momentum: float) -> None:
     """Move the weights of ``average``, a momentum teacher or another running average, towards those of ``module``.
 
@@ -134,6 +135,7 @@ def full_gradient(module: nn.Module, name: str) -> Tensor | None:
 
 
 @contextmanager
+@changed("In the place of names give a part of the module: `full_gradients(module.head)`.")
 def full_gradients(module: nn.Module) -> Iterator[None]:
     """Gather the averaged gradients of parameters below ``module`` into ``.grad``, as DDP leaves them.
 

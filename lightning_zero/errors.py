@@ -5,9 +5,11 @@ Everything else is ``ValueError`` (settings) or ``RuntimeError`` (order).
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypeVar
 
 __all__ = [
     "CheckpointError",
@@ -21,6 +23,7 @@ __all__ = [
     "UnsupportedOptimizerError",
     "ZeroError",
     "add_note",
+    "changed",
     "columns",
     "point_to_page",
     "readable_size",
@@ -33,6 +36,7 @@ __all__ = [
 UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _CELL_LETTERS = 400  # a column is as wide as its longest cell
 _MAX_TEXT = 4000
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 _PAGE = "https://github.com/lightning-zero/lightning-zero/blob/main/docs/troubleshooting.md"
 
 
@@ -83,6 +87,24 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Aligned lines with a rule under the header: the first column to the left, the others to the right."""
     lines = columns(rows, right=range(1, len(rows[0])))
     return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
+
+
+def changed(now: str) -> Callable[[FunctionT], FunctionT]:
+    """Decorate a function that took other arguments in an earlier version: the error of such a call says what to do."""
+
+    def decorate(function: FunctionT) -> FunctionT:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except TypeError as error:
+                if error.__traceback__ and error.__traceback__.tb_next:  # raised inside of the function
+                    raise
+                raise TypeError(f"{error}. {now}") from None
+
+        return call  # type: ignore[return-value]
+
+    return decorate
 
 
 def point_to_page(error: BaseException, kind: type[ZeroError]) -> None:

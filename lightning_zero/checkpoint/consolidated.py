@@ -40,7 +40,7 @@ from lightning_zero.checkpoint.storage.files import LocalFiles, local_path, open
 from lightning_zero.checkpoint.storage.publish import StagedFile, Staging
 from lightning_zero.comm import ControlGroup
 from lightning_zero.config import parse_size
-from lightning_zero.errors import CheckpointError
+from lightning_zero.errors import CheckpointError, changed
 from lightning_zero.registry import extension
 
 __all__ = [
@@ -161,6 +161,7 @@ def by_parameter_index(optimizer: Any) -> Any:
 # -------------------------------------------------------------------------------------- made of another by one process
 
 
+@changed("Nothing is replaced any more: write to another name, or delete what is there before.")
 def consolidate_checkpoint(
     source: str | os.PathLike[str],
     out: str | os.PathLike[str],

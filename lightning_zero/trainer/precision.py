@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from lightning_zero._torch import is_traceable_wrapper_subclass
 from lightning_zero.comm import ControlGroup, Totals
-from lightning_zero.errors import ParameterAccessError, UnsupportedOptimizerError, ZeroError
+from lightning_zero.errors import ParameterAccessError, UnsupportedOptimizerError, ZeroError, changed
 from lightning_zero.optim.gradients import LossScaler, clip_by_norm, clip_by_value, gradient_norm
 from lightning_zero.optim.rules import refuse_closure
 from lightning_zero.optim.sharded import ShardedOptimizer
@@ -89,6 +89,7 @@ class ZeroPrecision(Dtypes, Precision):
         ValueError: if a setting is unknown or does not fit the others.
     """
 
+    @changed("To keep buffers in float32, cast your parameters yourself, under '32-true'.")
     def __init__(
         self,
         precision: PrecisionName = "32-true",

@@ -56,11 +56,6 @@ from lightning_zero.trainer.precision import ZeroPrecision
 __all__ = ["MEASURED", "PlanCLI", "Planner", "planner_of", "tokens_for"]
 
 MEASURED = "measured"
-_GONE = {
-    "--link": "divide what leaves a node, or what a rank sends, by the speed of your links",
-    "--plot": "draw what --json prints",
-    "--lora": "give --model a module that adds its adapters, as for training",
-}
 
 
 class Planner:
@@ -292,9 +287,6 @@ class PlanCLI(ZeroCLI):
         if isinstance(args, dict | Namespace):
             self.config = parser.parse_object(args)
         else:
-            for option, instead in _GONE.items():
-                if given := [arg.partition("=")[0] for arg in args or () if arg.startswith(option)]:
-                    raise ValueError(f"{given[0]} does not exist any more: {instead}.")
             args = [re.sub(r"^--data(?==\w|$)", "--data.class_path", arg) for arg in args or ()]
             self.config = parser.parse_args(args)
         self.config["seed_everything"] = False

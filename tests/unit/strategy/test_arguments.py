@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.fabric import Fabric
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
@@ -202,3 +204,26 @@ def test_the_name_with_nvme_has_the_path_of_deepspeed() -> None:
     """What is not there is refused at set-up, as for any path."""
     expected = inspect.signature(DeepSpeedStrategy).parameters["nvme_path"].default
     assert StrategyRegistry["zero3_offload_nvme"]["init_params"]["offload"] == NvmeOffload(expected, parameters=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Trainer(strategy="zero_3", accelerator="cpu"), "write strategy='zero3'"),
+        (lambda: Fabric(strategy="zero2-offload", accelerator="cpu"), "write strategy='zero2_offload'"),
+        (lambda: lightning_zero.ema_update(nn.Module(), nn.Module(), 0.9, buffers=True), "'buffers'.*copy or average"),
+        (lambda: lightning_zero.full_gradients(nn.Module(), ["a"]).__enter__(), r"`full_gradients\(module\.head\)`"),
+        (lambda: lightning_zero.ZeroPrecision("bf16-true", buffers="keep"), "'buffers'.*cast your parameters yourself"),
+        (lambda: lightning_zero.consolidate_checkpoint("a", "b", overwrite=True), "'overwrite'.*write to another name"),
+        (lambda: lightning_zero.NoBatch, r"LoaderPolicy\(training=\"stop\"\) ends all ranks"),
+    ],
+)
+def test_what_earlier_versions_had_says_what_to_do_now(call: Any, message: str) -> None:
+    with pytest.raises((ImportError, TypeError, ValueError), match=message):
+        call()
+
+
+def test_an_error_inside_of_a_function_is_its_own() -> None:
+    with pytest.raises(TypeError) as caught:
+        lightning_zero.ema_update(BoringModel(), BoringModel(), "half")
+    assert "Buffers stay" not in str(caught.value)
