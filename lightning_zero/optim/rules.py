@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero._torch import bare_step, tree_leaves, without_hooks
+from lightning_zero._torch import TorchDispatchMode, bare_step, tree_leaves, without_hooks
 from lightning_zero.config import Tier
 from lightning_zero.errors import UnsupportedOptimizerError, ZeroError
 from lightning_zero.optim.agreement import lines_of
@@ -130,7 +130,7 @@ def _needs_closure(optimizer: Optimizer) -> bool:
         return calls[-1]
 
     for arguments in ({}, {"closure": loss}):
-        with suppress(Exception), _trial():
+        with suppress(Exception, _CollectiveError), _trial():
             _stepped(optimizer, None, 1.0, None, **arguments)
             return bool(calls)
     return False
@@ -172,6 +172,13 @@ def try_in_parts(optimizer: Optimizer, label: str) -> None:
     try:
         with _trial():
             found = _tried(optimizer)
+    except _CollectiveError as error:
+        raise UnsupportedOptimizerError(
+            f"{label} cannot be sharded: its step() calls the collective {error}, and each rank would call it for "
+            "other parameters. Leave that out: gradients are averaged, and all ranks get the weights, as from "
+            "torch.optim.Muon. Or have it be `step(self, closure)` and call the closure: every rank then steps on "
+            "all parameters, with the memory of DDP."
+        ) from None
     except Exception as error:
         warnings.warn(
             f"{label} could not be tried out on small tensors ({type(error).__name__}: {error}). It gets "
@@ -183,13 +190,26 @@ def try_in_parts(optimizer: Optimizer, label: str) -> None:
         raise UnsupportedOptimizerError(_WHY.format(label=label, found=found))
 
 
+class _CollectiveError(BaseException):
+    """Not an ``Exception``, which a trial takes for one of the optimizer's."""
+
+
+class _Alone(TorchDispatchMode):
+    """Has no collective of torch's called."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise _CollectiveError(func.__name__.partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def _trial() -> Iterator[None]:
     """Around a trial: generators go on afterwards as if nothing had been drawn, and nothing is warned of."""
     numbers = random.getstate()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        with torch.random.fork_rng(devices=devices), torch.enable_grad(), warnings.catch_warnings():
+        with torch.random.fork_rng(devices=devices), torch.enable_grad(), warnings.catch_warnings(), _Alone():  # type: ignore[no-untyped-call]
             warnings.simplefilter("ignore")
             yield
     finally:

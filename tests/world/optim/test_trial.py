@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -268,10 +269,17 @@ def test_parameters_on_their_own_are_trained_as_under_ddp() -> None:
     run_world(2, run, timeout=60)
 
 
-def test_without_hooks_it_is_refused_and_a_state_dict_of_its_own_is_warned_of() -> None:
+def test_hooks_and_collectives_are_asked_for_and_a_state_dict_of_its_own_is_warned_of() -> None:
     class Counting(torch.optim.SGD):
         def state_dict(self) -> dict[str, Any]:
             return {**super().state_dict(), "steps": 7}
+
+    class Averaging(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            loss = super().step(closure)
+            for parameter in self.param_groups[0]["params"]:
+                dist.all_reduce(parameter.data)
+            return loss
 
     class Wrapper(torch.optim.Optimizer):
         def __init__(self, base: torch.optim.Optimizer, hooks: dict[str, Any]) -> None:
@@ -290,5 +298,9 @@ def test_without_hooks_it_is_refused_and_a_state_dict_of_its_own_is_warned_of() 
         )
         with contextlib.nullcontext() if rank else warned:
             trained(ZeroStrategy(stage=1), Counting)
+        with pytest.raises(
+            UnsupportedOptimizerError, match=r"Averaging .* step\(\) calls the collective allreduce_, and"
+        ):
+            trained(ZeroStrategy(stage=1), Averaging)
 
     run_world(2, run)
