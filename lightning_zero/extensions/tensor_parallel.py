@@ -170,14 +170,32 @@ def localise(module: nn.Module, group: DeviceMesh, control: ControlGroup) -> Non
             child._parameters[key].tensor_mesh = group  # type: ignore[union-attr]
     if made:
         _warn_of_ties(module)
-        _look_at_outputs(module, group.size())
+        _look_at_calls(module, group.size())
     WRAPPERS[DTensor] = _inside
 
 
-def _look_at_outputs(module: nn.Module, ranks: int) -> None:
+def _look_at_calls(module: nn.Module, ranks: int) -> None:
     """Have parallel layers refuse what DTensors do wrong: outputs in parts of several sizes, which the next layer takes
-    all for one of its own rank's size, and second derivatives, of which collectives have none."""
+    all for one of its own rank's size, and second derivatives, of which collectives have none. And calls where they
+    have no parts, or where each rank has a batch of its own."""
     shapes: dict[str, torch.Size] = {}
+
+    def called(name: str, layer: Any, _: Any) -> None:
+        own: Any = None if torch.compiler.is_compiling() else layer._parameters[layer._tensor_parallel[0]]
+        if own is None or isinstance(own, DTensor):
+            return
+        binding, trainer = binding_of(own), vars(module).get("_trainer")
+        if getattr(own, "tensor_spec", None) is None or (binding is not None and binding.held):
+            raise ParameterAccessError(
+                f"'{name}' is called inside `full_parameters`, or in a copy, and `parallelize_module` has it divide "
+                "inputs for weights that are whole. Call the model itself, outside; or load its `state_dict()`, taken "
+                "inside, into a new one that is not parallelised."
+            )
+        if trainer is not None and trainer.state.status == "running" and not hasattr(trainer.strategy, "_device_mesh"):
+            raise ParameterAccessError(
+                f"'{name}' is split over a tensor group, whose ranks would get different batches of "
+                f"{type(trainer.strategy).__name__}. Give its Trainer a ZeroStrategy of this tensor_parallel_size."
+            )
 
     def computed(name: str, _: nn.Module, __: Any, output: Any) -> None:  # before `parallelize_module` distributes it
         if not torch.compiler.is_compiling() and isinstance(output, DTensor):
@@ -204,6 +222,7 @@ def _look_at_outputs(module: nn.Module, ranks: int) -> None:
 
     for name, layer in module.named_modules():
         if hasattr(layer, "_tensor_parallel"):
+            layer.register_forward_pre_hook(partial(called, name), prepend=True)
             layer.register_forward_hook(partial(computed, name), prepend=True)
             layer.register_forward_hook(partial(returned, name))
 

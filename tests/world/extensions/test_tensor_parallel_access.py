@@ -33,6 +33,7 @@ from lightning_zero import (
     full_parameters,
 )
 from lightning_zero._torch import forget_meshes, groups_made
+from lightning_zero.errors import ParameterAccessError
 from lightning_zero.extensions.monitors import memory_stats
 from lightning_zero.extensions.planner.estimate import MemoryEstimate
 from lightning_zero.extensions.tensor_parallel import make_mesh
@@ -267,13 +268,21 @@ def row_mesh(_: int) -> None:
     found, groups = [], []
     for seconds in (70, 70, 80):
         module = split.Split()
-        split.fit(split.Layout(3, 2, 2).strategy(timeout=seconds), module, 1)
+        split.fit(split.Layout(1, 2, 2).strategy(timeout=seconds), module, 1)
         group = module.device_mesh["tensor_parallel"].get_group()  # type: ignore[index]
         assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=seconds)
         found.append(module.device_mesh)
         groups.append(groups_made())
     with pytest.raises(ValueError, match="was split over tensor groups of 2 ranks before"):
         split.fit(split.Layout(3, 4), module, 2)
+    with pytest.raises(ParameterAccessError, match="would get different batches of DDPStrategy"):
+        split.fit("ddp", module, 2)
+    tokens, ordinary = torch.arange(8)[None], "is called inside `full_parameters`, or in a copy"
+    with full_parameters(module), pytest.raises(ParameterAccessError, match=ordinary):
+        module.net(tokens)
+    with pytest.raises(ParameterAccessError, match=ordinary):
+        copy.deepcopy(module.net)(tokens)
+    module.net(tokens)
     assert found[0] is found[1]
     assert groups[0] == groups[1], groups
 
