@@ -311,6 +311,7 @@ class Processes:
             return tensor
         if group is None and self._device_mesh is not None:  # ranks of a tensor group have the same
             group = self._device_mesh["data_parallel"].get_group()
+            tensor = getattr(tensor, "full_tensor", lambda: tensor)()  # of a DTensor, as of losses of split logits
         carrier = group or dist.group.WORLD
         with naming_failures("the reduction of a value (`sync_dist=True`, say)", self.global_rank, carrier):
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)

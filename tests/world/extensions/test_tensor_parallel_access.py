@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torchmetrics import SumMetric
 
@@ -229,6 +229,8 @@ class Counted(split.Split):
         self.count(1.0)
         self.log("count", self.count, on_step=False, on_epoch=True)
         self.log("falling", -float(batch_idx))
+        part = DTensor.from_local(torch.ones(()), self.device_mesh["tensor_parallel"], [Partial()])  # type: ignore[index]
+        self.log("parts", part, reduce_fx="sum", sync_dist=True, on_step=False, on_epoch=True)
         self.log("sum", 1.0, reduce_fx="sum", sync_dist=True, on_step=False, on_epoch=True)
         return super().training_step(batch, batch_idx)
 
@@ -238,6 +240,7 @@ def row_counted(folder: Path) -> None:
         module, best = Counted(), ModelCheckpoint(folder, monitor="falling", every_n_train_steps=1)
         options = {"limit_train_batches": 3, "callbacks": [best], "enable_checkpointing": True}
         found = split.fit(layout, module, 3, **options).callback_metrics
+        assert float(found["parts"]) == 12.0
         assert best.best_model_score == -2.0  # of all ranks, each of which has been asked
         assert float(found["count"]) == float(found["sum"]) == 6.0  # by two ranks that have other data
         assert copy.deepcopy(module.count).dist_sync_fn is not None
