@@ -43,6 +43,7 @@ __all__ = ["InstabilityMonitor"]
 
 _LEAST = 20  # values before one can be a spike
 _TOLD = 10  # times that a fit tells of; more are counted
+_MOST = 2**16  # looks that are kept: nobody asks for them where optimizers step without Lightning's knowledge
 _ROOT = "(root)"
 
 
@@ -187,7 +188,7 @@ class InstabilityMonitor(StepMonitor):
         engine: ZeroEngine,
         here: Sequence[str],
         everywhere: Sequence[str],
-        batches: Sequence[str],
+        batches: Iterable[str],
     ) -> None:
         """Have rank 0 warn of what the ranks found. Collective: every rank."""
         self._told += 1
@@ -236,8 +237,8 @@ class _Looks:
 
     def __init__(self, strategy: ZeroStrategy, names: Sequence[str]) -> None:
         self._strategy, self.micro_step = strategy, 0
-        self.found: list[_Look] = []
-        self.batches: list[str] = []
+        self.found: deque[_Look] = deque(maxlen=_MOST)
+        self.batches: deque[str] = deque(maxlen=_MOST)
         self._harmless: set[tuple[str, int, bool]] = set()  # see [Note: where values are looked at]
         modules = {name: strategy.engine.module.get_submodule(name) for name in names if name}
         self._classes = {name: type(module).__name__ for name, module in modules.items()}
@@ -273,7 +274,8 @@ class _Looks:
     def read(self, broken: bool) -> tuple[list[tuple[int, float]], str | None]:
         """The losses with their micro-steps, and where in words a value was not finite first: in a step that is
         ``broken`` by its gradients, or by a loss. Waits for the device. What was found is forgotten."""
-        found, self.found = self.found, []
+        found = [*self.found]
+        self.found.clear()
         sums = torch.stack([one.sum.to(torch.float64) for one in found]).tolist() if found else []
         losses = [(one.micro_step, value) for one, value in zip(found, sums, strict=True) if not one.unit]
         suspects = [one for one, value in zip(found, sums, strict=True) if not math.isfinite(value)]
