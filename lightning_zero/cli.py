@@ -48,7 +48,7 @@ _RUN_OPTIONS = {
     "model CLASS": "The LightningModule, as my_module.MyModel. --model.NAME gives it an argument.",
     "data CLASS": "The LightningDataModule, if the model has no data. --data.NAME gives it an argument.",
     "optimizer CLASS": "The optimizer, and --lr_scheduler its schedule, if the model configures none.",
-    "trainer.strategy NAME": "zero1, zero2, zero3 (default), each also with _offload, or one of Lightning.",
+    "trainer.strategy NAME": "zero (chooses), zero1, zero2, zero3 (default), zero1_offload, ..., or one of Lightning.",
     "trainer.strategy.NAME": "An argument of the strategy. --trainer.strategy.help zero3 lists them.",
     "trainer.NAME": "An argument of the Trainer, such as devices, precision, max_epochs.",
     "ckpt_path PATH": "The checkpoint to resume from or to evaluate: a directory or a file.",

@@ -134,7 +134,8 @@ def _findings(offload_dir: str | None, wait: float) -> Iterator[Finding]:
         ((said, reason),) = watched([partial(meet, rank, size, here, found if first else [], wait)], seconds)
         found = [*(() if rank else found), *said]
         if reason:
-            found.append(Finding(f"rank {rank}", f"could not work with the others: {reason}", problem=_NO_WAY))
+            advice = f"See that rank 0 runs, where MASTER_ADDR and MASTER_PORT say. {_NO_WAY}"
+            found.append(Finding(f"rank {rank}", f"could not work with the others: {reason}", problem=advice))
     yield from found
 
 
@@ -268,7 +269,7 @@ def limits() -> Iterator[Finding]:
     found = f"{readable_size(usable)} of {readable_size(machine)} may be used"
     yield Finding("memory", found, warning="" if usable == machine else advice)
     hard, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], 512 + 9 * int(os.environ.get("WORLD_SIZE", "1"))
-    advice = f"Raise LimitNOFILE= of slurmd or kubelet, or docker run --ulimit nofile=: ranks may open {needed}."
+    advice = f"Raise ulimit -Hn (LimitNOFILE= of slurmd or kubelet, docker run --ulimit nofile=) to {needed}."
     found, few = ("no limit", False) if hard == resource.RLIM_INFINITY else (f"at most {hard}", hard < needed)
     yield Finding("open files", found, warning=advice if few else "")
     space, locked = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_MEMLOCK))

@@ -131,14 +131,14 @@ class ZeroSession:
         is_running: Callable[[nn.Module], bool] = lambda module: False,
         cast: bool = True,
         stored: Collection[str] = (),
-        activations: Callable[[], tuple[int, str]] = lambda: (0, "Activations are not known."),
+        activations: Callable[[], tuple[int, str]] | None = lambda: (0, "Activations are not known."),
     ) -> None:
         """Lay the module out over the ranks, with rank 0's values, or with the weights that the settings name.
 
         ``is_running``: whether somebody trains a module now. ``cast``: whether it gets the precision's dtypes.
         ``stored``: names of tensors that the caller reads next, which need not be initialised. ``activations``: their
-        bytes, or why they are not known, for a stage that is chosen here. ``ParameterAccessError`` for a part of a
-        module that is running, or whose values have gone. Collective: every rank.
+        bytes, or why they are not known, for a stage that is chosen here; None: nothing is trained.
+        ``ParameterAccessError`` for a part of a module that is running, or whose values have gone. Collective.
         """
         self._dtypes = dtypes = dtypes or Dtypes()
         existing, torn = _own_engine(module, is_running), False

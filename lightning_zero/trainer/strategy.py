@@ -268,7 +268,7 @@ class ZeroStrategy(Processes, ParallelStrategy):
             self.precision_plugin,
             is_running,
             stored=stored,
-            activations=lambda: extension("planner").activations_of(trainer, self),
+            activations=(lambda: extension("planner").activations_of(trainer, self)) if fitting else None,
         )
         if fitting:
             self.settings = session.settings  # a stage that was chosen stays

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -53,18 +53,19 @@ def choose_stage(
     module: nn.Module,
     plan_of: Callable[[SessionSettings], Plan],
     receive_buffer: bool,
-    activations: Callable[[], tuple[int, str]],
+    activations: Callable[[], tuple[int, str]] | None,
 ) -> SessionSettings:
     """The settings of the first stage that fits, without offload if one does; see [Note: what fits].
 
-    Where activations are not known it is stage 3, which leaves most room for them, if that fits.
+    Where activations are not known it is stage 3, which leaves most room for them, if that fits. So it is where nothing
+    is trained, and there are no gradients and no state of optimizers.
 
     Args:
         session: whose ``settings`` say all but the stage; their ``offload`` how to offload, and where to.
         module: not sharded yet.
         plan_of: its plan with such settings.
         receive_buffer: as for ``estimate_memory``.
-        activations: their bytes, and why they are not known if they are not.
+        activations: their bytes, and why they are not known if they are not; None: nothing is trained.
 
     Raises:
         ValueError: on every rank, if nothing fits.
@@ -76,7 +77,7 @@ def choose_stage(
     def ask() -> tuple[int, int, tuple[int, str]]:
         host = free_host_memory(session.local_ranks) + _held(module, "cpu")
         there = host if device.type == "cpu" else _free(device) + _held(module, device.type)
-        return there, host, activations()
+        return there, host, activations() if activations else (0, "There is no training.")
 
     rows = session.groups.control.together("measure what a training step needs", ask, ValueError)
     room, host = int(ROOM * min(there for there, _, _ in rows)), int(ROOM * min(host for _, host, _ in rows))
@@ -84,13 +85,26 @@ def choose_stage(
     sizes = _Sizes(device.type == "cpu", room, host, needed, unknown, {})
     for name, placement, offload in _candidates(settings.offload, only=3 if unknown else None):
         there = replace(settings, placement=placement, offload=offload, automatic=False)
-        plan = plan_of(there)
+        with _frozen(module) if activations is None else nullcontext():
+            plan = plan_of(there)
         rank, wire = fullest_rank(plan, whole=False), {"receive_buffer": receive_buffer}
         memory = stage_memory(plan, name, rank, ADAM, accelerator=not sizes.on_cpu, activations=needed, **wire)
         if sizes.fits(name, memory):
             rank_zero_info(sizes.said())
             return there
     raise ValueError(sizes.nothing_fits())
+
+
+@contextmanager
+def _frozen(module: nn.Module) -> Iterator[None]:
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad = False
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad = True
 
 
 def _candidates(offload: Offload | None, only: int | None) -> Iterator[tuple[str, Placement, Offload | None]]:
@@ -166,8 +180,6 @@ def _lines(file: Path) -> Sequence[str]:
 def activations_of(trainer: Trainer, strategy: Any) -> tuple[int, str]:
     """Bytes that a training step of a Trainer holds beside the plan, and why they are not known if they are not. See
     [Note: a batch beside the training]."""
-    if trainer.state.fn != TrainerFn.FITTING:
-        return 0, "There is no training."
     source, precision, settings = trainer.fit_loop._data_source, strategy.precision_plugin, strategy.settings  # 2.6
     with isolate_rng():  # which puts nothing back after an error
         try:

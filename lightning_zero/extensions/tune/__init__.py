@@ -55,7 +55,8 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
-    add("--config", metavar="FILE", required=True, help="the configuration of the run (LightningCLI, YAML)")
+    what = "the configuration of the run (LightningCLI, YAML), in one file"
+    add("--config", metavar="FILE", required=True, action="append", help=what)
     add("--output", metavar="OUT", default="tuned.yaml", help="the configuration to write (default: %(default)s)")
     add("--overwrite", action="store_true", help="replace OUT; never FILE")
     add("--plot", metavar="PICTURE", help="draw the runs to a .png or .svg. Needs matplotlib")
@@ -111,6 +112,9 @@ class _Tuning:
     """One search, of a command. ValueError for what is wrong with options, configuration and command."""
 
     def __init__(self, options: argparse.Namespace, command: list[str]) -> None:
+        if len(options.config) > 1:
+            raise ValueError("--config is one file: write all of them as one, with `fit --config ... --print_config`.")
+        (options.config,) = options.config
         self.options, self.output, file = options, Path(options.output), Path(options.config)
         if not 1 <= options.runs <= MOST_RUNS or options.steps < 1 or options.timeout <= 0:
             raise ValueError(f"--runs is 1 to {MOST_RUNS}, --steps 1 or more, and --timeout more than 0.")
@@ -125,7 +129,7 @@ class _Tuning:
             raise ValueError(f"{file} is no YAML: {error}") from error
         trainer = lookup(self.config, ("trainer",))
         if not isinstance(trainer, dict):
-            raise ValueError(f"{file} has no section 'trainer': give the configuration of a run.")
+            raise ValueError(f"{file} has no section 'trainer' at its top: give the configuration of a run.")
         if (trainer.get("num_nodes") or 1) != 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError("runs are started on this machine alone: tune with one node, and torchrun after `--`.")
         self.notes: list[str] = []

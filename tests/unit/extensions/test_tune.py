@@ -323,6 +323,7 @@ def test_a_failure_of_all_shows_what_the_first_printed(
         (["--config=run.yaml", "--", "python", "x.py", "fit", "--trainer.strategy=zero1"], 2, "would override"),
         (["--config=run.yaml", "--", "python", "x.py", "fit", "--config", "b.yaml"], 2, "--config of the command"),
         (["--config=list.yaml"], 2, "no section 'trainer'"),
+        (["--config=run.yaml", "--config=list.yaml"], 2, "--config is one file"),
         (["--config=bad.yaml"], 2, "is no YAML"),
         (["--config=nodes.yaml"], 2, "on this machine alone"),
     ],

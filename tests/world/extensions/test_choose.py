@@ -162,6 +162,13 @@ def what_does_not_fit_is_an_error_on_every_rank(directory: Path) -> Row:
         free = beside_module(0.85 * peaks()["zero3"])
         with pytest.raises(ValueError, match='strategy="zero" finds no stage that fits') as error:
             fit("zero", free)
+        evaluated: Any = ZeroStrategy("auto")
+        with pytest.MonkeyPatch.context() as patch, quiet():
+            patch.setattr(choose, "free_host_memory", lambda ranks: free)
+            make_trainer(evaluated).validate(module := Regression(), DataLoader(Drawn(), batch_size=ROWS))
+        assert evaluated.engine.plan.placement.shards_parameters
+        assert evaluated.engine.plan.offload is None, "there are no gradients, and no states"
+        assert all(parameter.requires_grad for parameter in module.parameters())
         in_files = fit(ZeroStrategy("auto", offload=NvmeOffload(directory.as_posix(), buffer_mib=1)), free)
         return str(error.value), in_files, fit("zero3")
 
