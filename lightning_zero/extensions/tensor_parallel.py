@@ -50,12 +50,23 @@ from lightning_zero.engine.tied import TiedLayer, use
 from lightning_zero.errors import DivergenceError, ParameterAccessError, some
 from lightning_zero.optim.hooks import is_hooked
 from lightning_zero.optim.rules import optimizer_rule
+from lightning_zero.plan.buckets import sent_buffers
 from lightning_zero.plan.layout import Part
 from lightning_zero.plan.tree import kind_of
 from lightning_zero.shards.binding import binding_of
 from lightning_zero.shards.slice import Slice, fingerprint
 
-__all__ = ["adopt", "choosing", "compare_batches", "in_step", "localise", "make_mesh", "mesh_sizes", "plan_alone"]
+__all__ = [
+    "adopt",
+    "choosing",
+    "compare_batches",
+    "in_step",
+    "localise",
+    "look_at_buffers",
+    "make_mesh",
+    "mesh_sizes",
+    "plan_alone",
+]
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"  # as Lightning's ModelParallelStrategy names them
 
@@ -298,7 +309,7 @@ def _watch(module: nn.Module, seen: dict[str, list[float]]) -> list[Any]:
 
     def note(name: str, tensor: Tensor | None) -> None:
         if tensor is not None:  # as of a compiled block
-            seen[name] = _numbers(_arrived(tensor.detach()).reshape(-1)[:: max(1, tensor.numel() // 4096)])
+            seen[name] = _numbers(_sample(_arrived(tensor.detach())))
 
     handles: list[Any] = [layer.register_forward_pre_hook(given) for layer in names]
     handles += [layer.register_forward_hook(first, prepend=True) for layer in names]
@@ -327,9 +338,8 @@ def _compare(slices: Sequence[Slice], outputs: dict[str, list[float]], watches: 
         found[0] += torch.finfo(one.user.dtype).eps ** 0.5 / 5 * total  # of which a twentieth is allowed
     rows = engine.control.gather_objects({**numbers, **outputs}, "gradients that tensor groups have alike")
     for first, rank in _with_first(len(rows), cast(Part, next(iter(engine.shards.values())).spec.part).ranks):
-        for name, (norm, *ours) in rows[rank].items():
-            _, *others = rows[first].get(name, rows[rank][name])
-            if max(abs(a - b) for a, b in zip(ours, others, strict=True)) > 0.05 * norm:
+        for name, ours in rows[rank].items():
+            if _differ(ours, rows[first].get(name, ours)):
                 cause = (
                     "by the plan of `parallelize_module`. Gather what is split before it (`PrepareModuleInput`)."
                     if name.startswith("The inputs")
@@ -415,6 +425,32 @@ def _numbers(gradient: Tensor | None) -> list[float]:
     values, generator = gradient.detach().double().cpu().flatten(), torch.Generator().manual_seed(0)
     products = [float(values @ torch.randn(values.numel(), generator=generator).double()) for _ in range(2)]
     return [float(values.norm()), *products]
+
+
+def _differ(ours: list[float], others: list[float]) -> bool:
+    """Whether these numbers of two tensors are no rounding apart."""
+    return max(abs(a - b) for a, b in zip(ours[1:], others[1:], strict=True)) > 0.05 * ours[0]
+
+
+def look_at_buffers(module: nn.Module, control: ControlGroup, tensor: int) -> None:
+    """Warn of buffers that differ in a tensor group, before its first rank saves its own. Collective: every rank."""
+    keys = ((f"{name}.{key}".lstrip("."), child) for name, child in module.named_modules() for key in child._buffers)
+    saved = {name for name, child in keys if name.rpartition(".")[2] not in child._non_persistent_buffers_set}
+    own = {name: _numbers(_sample(buffer)) for name, buffer in sent_buffers(module) if name in saved}
+    rows = control.gather_objects(own, "buffers that tensor groups have alike")
+    pairs = ((first, rank, name) for first, rank in _with_first(len(rows), tensor) for name in rows[rank])
+    found = {n: (first, rank) for first, rank, n in pairs if _differ(rows[rank][n], rows[first].get(n, rows[rank][n]))}
+    for name, (first, rank) in found.items():
+        rank_zero_warn(
+            f"The buffer '{name}' differs between ranks {first} and {rank} of a tensor group. A checkpoint has that of "
+            f"rank {first} alone, and who resumes gets it on both. Register what each rank has a part of with "
+            "`persistent=False`, in `configure_model`."
+        )
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """1-D: some thousand of its elements, at the same places in tensors of the same shape."""
+    return tensor.detach().reshape(-1)[:: max(1, tensor.numel() // 4096)]
 
 
 def join(one: Slice, local: Tensor) -> Tensor:

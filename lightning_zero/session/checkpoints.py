@@ -89,6 +89,8 @@ class Checkpoints:
                 rank_zero_warn(str(error))
         self._saver.wait()
         self._agree(what, place, engine, path)
+        if (tensor := self._groups.shard.tensor) > 1:
+            extension("tensor_parallel").look_at_buffers(engine.module, self._control, tensor)
         summary = _summary(engine, precision)
         if policy.format == "sharded" and "optimizer_states" in checkpoint:  # a run can go on from it
             own = dict(checkpoint.get(SUMMARY_KEY, {}))

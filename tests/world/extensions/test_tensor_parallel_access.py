@@ -6,6 +6,7 @@ import copy
 import gc
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
@@ -224,6 +225,8 @@ class Counted(split.Split):
     def __init__(self) -> None:
         super().__init__()
         self.count = SumMetric()
+        self.register_buffer("own", torch.full((3,), float(dist.get_rank())))
+        self.register_buffer("made", torch.full((3,), float(dist.get_rank())), persistent=False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.count(1.0)
@@ -239,8 +242,14 @@ def row_counted(folder: Path) -> None:
     for layout in (split.Layout(1, 2, 2), split.Layout(3, 2, 2)):
         module, best = Counted(), ModelCheckpoint(folder, monitor="falling", every_n_train_steps=1)
         options = {"limit_train_batches": 3, "callbacks": [best], "enable_checkpointing": True}
-        found = split.fit(layout, module, 3, **options).callback_metrics
+        trainer = split.fit(layout, module, 3, **options)
+        found = trainer.callback_metrics
         assert float(found["parts"]) == 12.0
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            trainer.save_checkpoint(folder / "buffers")
+        texts = [str(one.message) for one in seen if str(one.message).startswith("The buffer")]
+        assert [text.split("'")[1] for text in texts] == ["own"] * (dist.get_rank() == 0), texts
         assert best.best_model_score == -2.0  # of all ranks, each of which has been asked
         assert float(found["count"]) == float(found["sum"]) == 6.0  # by two ranks that have other data
         assert copy.deepcopy(module.count).dist_sync_fn is not None
