@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from torchmetrics import SumMetric
 from lightning_zero import (
     CommunicationMonitor,
     MemoryMonitor,
+    ZeroFabricStrategy,
     ZeroPrecision,
     ema_update,
     estimate_memory,
@@ -255,6 +257,33 @@ def row_counted(folder: Path) -> None:
         assert copy.deepcopy(module.count).dist_sync_fn is not None
 
 
+def looped(stage: int, steps: int, path: Path) -> dict[str, Tensor]:
+    """The weights after so many steps of a loop that goes on from what is there, and saves what it ends with."""
+    fabric = Fabric(strategy=ZeroFabricStrategy(stage=stage, tensor_parallel_size=2), devices=4, accelerator="cpu")
+    fabric.launch()
+    net, mesh = split.Net(), fabric.strategy.device_mesh  # type: ignore[attr-defined]
+    parallelize_module(net, mesh["tensor_parallel"], split.plan_of(net))
+    optimizer: Any = split.adamw([one for one in net.parameters() if one.requires_grad])
+    module, optimizer = fabric.setup(net, optimizer)
+    state = {"module": module, "optimizer": optimizer, "step": 0}
+    if path.exists():
+        fabric.load(path, state)
+    for step in range(state["step"], steps):
+        fabric.backward(split.loss_of(module, step, mesh["data_parallel"].get_local_rank(), 2))
+        optimizer.step()
+        optimizer.zero_grad()
+    fabric.save(path, {**state, "step": steps})
+    with full_parameters(module):
+        return {f"net.{name}": value.detach().clone() for name, value in net.named_parameters()}
+
+
+def row_fabric(folder: Path) -> None:
+    for stage, steps in ((1, 2), (3, 4), (2, 5)):
+        found = looped(stage, steps, folder / "fabric")
+        expected = split.alone(steps)
+        assert split.distance({name: expected[name] for name in found}, found) < 1e-12, stage
+
+
 class Chosen(split.Split):
     """Chooses its param groups by the weights of layers."""
 
@@ -303,6 +332,7 @@ def rank(number: int, estimates: dict[Any, MemoryEstimate], folder: Path) -> Non
     row_mesh(number)
     row_counted(folder)
     row_chosen(number)
+    row_fabric(folder)
     row_average(number)
     row_planned(number)
     row_peak(estimates)
