@@ -94,8 +94,9 @@ class Children:
         killed = child.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL) and not failure
         said = "it was killed, as where memory runs out" if killed else _reason(self.logs[-1])
         of_memory = killed or bool(_OF_MEMORY.search(said))
+        own = not failure and not of_memory
         failure = failure or f"ended with exit code {child.returncode}: {said}"
-        return Row(settings, facts=facts, failure=failure, of_memory=of_memory)
+        return Row(settings, facts=facts, failure=failure, of_memory=of_memory, own=own)
 
     def _short(self, folder: Path) -> dict[str, Any]:
         """What makes a run short, and keeps it from writing where it would write. Stands last in the command."""

@@ -56,6 +56,7 @@ class Row(NamedTuple):
     facts: Mapping[str, Any] = {}  # about its plan; none if it did not make one
     failure: str = ""
     of_memory: bool = False  # the failure
+    own: bool = False  # the failure is an error of the program, and not of memory
     started: bool = True
 
     @property
@@ -90,6 +91,8 @@ class Search:
             self.rows[0] = first._replace(settings=self.given)
         for stage in STAGES:
             self._attempt(self.given._replace(stage=stage, offload=False))
+            if first.own and {row.failure for row in self.rows[1:]} == {first.failure}:
+                return  # it is not about the stage
         if self.best is None:
             self._rescue()
         if self.best is not None:

@@ -133,6 +133,17 @@ def test_where_no_stage_fits_what_needs_less_is_tried(fits: Callable[[Settings],
         assert search.best.settings.beside(GIVEN) == last
 
 
+@pytest.mark.parametrize(("own", "tried"), [(True, 2), (False, 7)])
+def test_an_error_of_the_program_is_not_tried_again_with_all_settings(own: bool, tried: int) -> None:
+    def run(settings: Settings) -> Row:
+        return Row(settings, facts=facts(settings), failure="KeyError: 'x'", own=own)
+
+    search = Search(GIVEN, run, 8, offload=True)
+    search.all()
+    assert len(search.rows) == tried
+    assert search.best is None
+
+
 def test_another_batch_than_asked_for_is_another_training() -> None:
     """As where the key is not what sets the size of batches."""
 
