@@ -197,6 +197,10 @@ class _CollectiveError(BaseException):
 class _Alone(TorchDispatchMode):
     """Has no collective of torch's called."""
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:  # else nothing is compiled inside, which ``fullgraph=True`` takes for an error
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             raise _CollectiveError(func.__name__.partition(".")[0])

@@ -160,6 +160,14 @@ def test_what_cannot_be_tried_is_let_through_with_a_warning() -> None:
         try_in_parts(optimizer, "Own")
 
 
+def test_a_compiled_update_is_tried_too() -> None:
+    """Inside of some modes nothing is compiled, and a step that insists on it raises."""
+    half = torch.compile(lambda gradient: gradient * 0.5, fullgraph=True, backend="eager")
+    optimizer = Own(nn.Linear(6, 5).parameters(), norm, lambda p, state, found, place: half(p.grad) / found)
+    with pytest.raises(UnsupportedOptimizerError, match=r"its step.* gives other numbers"):
+        try_in_parts(optimizer, "Own")
+
+
 class Adapts(torch.optim.Optimizer):
     """Begins with tiny steps and finds the rate itself, from all gradients, as D-Adaptation and Prodigy do."""
 
