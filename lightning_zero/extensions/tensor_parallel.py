@@ -40,7 +40,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_zero._torch import forget_meshes, tree_leaves, untracked
+from lightning_zero._torch import disable_dynamo, forget_meshes, is_compiled_module, tree_leaves, untracked
 from lightning_zero.comm.control import ControlGroup, naming_failures
 from lightning_zero.comm.groups import connections, make_group
 from lightning_zero.config import SessionSettings
@@ -190,6 +190,7 @@ def _look_at_calls(module: nn.Module, ranks: int) -> None:
     all for one of its own rank's size, and second derivatives, of which collectives have none. And calls where they
     have no parts, or where each rank has a batch of its own."""
     shapes: dict[str, torch.Size] = {}
+    compiled: bool | None = None  # whether parts of the module are, once asked
 
     def called(name: str, layer: Any, _: Any) -> None:
         own: Any = None if torch.compiler.is_compiling() else layer._parameters[layer._tensor_parallel[0]]
@@ -212,9 +213,10 @@ def _look_at_calls(module: nn.Module, ranks: int) -> None:
         if not torch.compiler.is_compiling() and isinstance(output, DTensor):
             shapes[name] = output.shape
 
-    def returned(name: str, _: nn.Module, __: Any, output: Any) -> None:
+    def returned(name: str, _: nn.Module, __: Any, output: Any) -> Any:
+        nonlocal compiled
         if torch.compiler.is_compiling() or not isinstance(output, Tensor):
-            return
+            return None
         if output.requires_grad:
             output.register_hook(partial(once, name))
         for dim, (size, part) in enumerate(zip(shapes.pop(name, ()), output.shape, strict=False)):
@@ -223,6 +225,8 @@ def _look_at_calls(module: nn.Module, ranks: int) -> None:
                     f"The output of '{name}' has {size} places in dimension {dim}, which {ranks} ranks cannot share "
                     "equally. Make that size a multiple (pad the sequence), or do not split it (`Replicate()`)."
                 )
+        compiled = any(map(is_compiled_module, module.modules())) if compiled is None else compiled
+        return _arrive(output) if compiled and hasattr(output, "wait") else None
 
     def once(name: str, _: Tensor) -> None:
         if torch.is_grad_enabled():
@@ -560,6 +564,18 @@ class _LookUp(torch.autograd.Function):
         return gradient, None, None, None
 
 
+class _Arrived(torch.autograd.Function):
+    """What a layer returns, once it has arrived: compiled code gives what is under way a gradient of a wrong class."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Tensor:
+        return _arrived(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
 def _placed(gradient: DTensor, placements: Sequence[Placement]) -> Tensor:
     """The local tensor of a gradient that is placed so, once it has arrived."""
     if gradient.placements != placements:
@@ -572,7 +588,7 @@ def _as_dtensor(local: Tensor, spec: Any) -> DTensor:
     return DTensor(local.view_as(local), spec, requires_grad=local.requires_grad)
 
 
-_shown, _look_up = cast(Any, _Shown).apply, cast(Any, _LookUp).apply
+_shown, _look_up, _arrive = (cast(Any, one).apply for one in (_Shown, _LookUp, _Arrived))
 
 
 def _arrived(tensor: Tensor) -> Tensor:
@@ -591,7 +607,7 @@ def _parallel_kind(kind: type[nn.Module], keys: tuple[str, ...]) -> type[nn.Modu
     """A class of modules of which these parameters are read as DTensors."""
     namespace: dict[str, Any] = {key: property(_reader(key), _refuse) for key in keys}
     namespace |= {"_ordinary": kind, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    namespace |= {"_tensor_parallel": keys, **({"forward": _embed} if kind is nn.Embedding else {})}
+    namespace |= {"_tensor_parallel": keys, **(_EMBEDDING if kind is nn.Embedding else {})}
     return type(kind.__name__, (kind,), namespace)
 
 
@@ -620,6 +636,8 @@ def _read(layer: nn.Module, key: str) -> tuple[Any, Any]:
     if told is None or (binding is not None and binding.held) or _choosing:
         return local, None
     mesh, placements, shape, stride, made = told
+    if torch.compiler.is_compiling():  # which knows this, and no spec
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride), None
     if local.dtype not in made:
         like = DTensor.from_local(local.detach(), mesh, placements, run_check=False, shape=shape, stride=stride)
         made[local.dtype] = like._spec
@@ -636,6 +654,10 @@ def _embed(layer: Any, input: Any) -> Any:
     if switched or not whole or spec is None or spec.placements != (Shard(0),):
         return nn.Embedding.forward(layer, input)
     return _look_up(local, spec, input, layer.padding_idx)
+
+
+# Its output has a mask beside it until it is summed, which nothing may compile apart.
+_EMBEDDING = {"forward": _embed, "__call__": disable_dynamo(nn.Module.__call__)}
 
 
 def _inside(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

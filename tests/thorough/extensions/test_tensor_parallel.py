@@ -137,12 +137,22 @@ def shaped_plan(net: Shaped) -> dict[str, Any]:
     return {**plan, "body": begin}
 
 
-CHANGES: dict[str, Any] = {"tied": tie, "compiled": lambda net: net.body[1].feed.compile(backend="aot_eager")}
+def compile_blocks(net: Shaped) -> None:
+    for block in net.body:
+        block.compile(backend="aot_eager", dynamic=False)
+
+
+CHANGES: dict[str, Any] = {
+    "tied": tie,
+    "a compiled layer": lambda net: net.body[1].feed.compile(backend="aot_eager", dynamic=False),
+    "compiled blocks": compile_blocks,
+    "compiled": lambda net: net.compile(backend="aot_eager", dynamic=False),
+}
 
 
 def test_models_of_other_shapes() -> None:
     def run(rank: int) -> None:
-        for kind in ("tied", "classes", "experts", "function", "shared", "compiled"):
+        for kind in ("classes", "experts", "function", "shared", *CHANGES):
             build, change = partial(Shaped, kind), CHANGES.get(kind, lambda net: None)
             build.unit = Shaped.unit  # type: ignore[attr-defined]
             found: list[dict[str, Any]] = []
