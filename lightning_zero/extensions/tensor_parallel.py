@@ -40,7 +40,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_zero._torch import disable_dynamo, forget_meshes, is_compiled_module, tree_leaves, untracked
+from lightning_zero._torch import forget_meshes, is_compiled_module, tree_leaves, untracked
 from lightning_zero.comm.control import ControlGroup, naming_failures
 from lightning_zero.comm.groups import connections, make_group
 from lightning_zero.config import SessionSettings
@@ -657,7 +657,7 @@ def _embed(layer: Any, input: Any) -> Any:
 
 
 # Its output has a mask beside it until it is summed, which nothing may compile apart.
-_EMBEDDING = {"forward": _embed, "__call__": disable_dynamo(nn.Module.__call__)}
+_EMBEDDING = {"forward": _embed, "__call__": torch.compiler.disable(nn.Module.__call__)}
 
 
 def _inside(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
