@@ -383,6 +383,8 @@ class _Stacks:
         lines = lines[1:] if lines and lines[0].file == _OPERATORS else lines
         if not lines or lines[0].file not in _WAITING or any(map(_communicates, stacks.values())):
             return None
+        if lines[0].file == _LINKS and _runs(self._thread):
+            return None
         return self._noted(lines) or self._foreign(lines)
 
     def written(self) -> dict[int, list[_Line]]:
@@ -448,6 +450,14 @@ class _Line(NamedTuple):
     function: str
 
 
+def _runs(thread: int) -> bool:
+    """Whether a thread has a core, or waits for one, as on a busy machine; False where the system does not tell."""
+    native = next((one.native_id for one in threading.enumerate() if one.ident == thread), None)
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/self/task/{native}/stat").read_text().rpartition(")")[2].split()[0] == "R"
+    return False
+
+
 def _operation(lines: list[_Line]) -> str:
     """The function of torch.distributed that a thread is in; empty if it is in none."""
     return lines[0].function if lines[0].file in _FOREIGN else ""
@@ -476,10 +486,11 @@ _COLLECTIVES = dist.distributed_c10d.__file__
 _OF_DTENSORS = str(Path(_COLLECTIVES).with_name("_functional_collectives.py"))
 _OPERATORS = str(Path(_COLLECTIVES).parents[1] / "_ops.py")
 _FOREIGN = {_COLLECTIVES, _OF_DTENSORS}
+_LINKS = str(Path(_OURS, "extensions", "shared_memory", "links.py"))
 _WAITING = {
+    _LINKS,
     *_FOREIGN,
     *(str(Path(_OURS, "comm", name)) for name in ("control.py", "native.py")),
-    str(Path(_OURS, "extensions", "shared_memory", "links.py")),
 }
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import hashlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -13,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ import torch.distributed as dist
 
 from lightning_zero.comm import Groups
 from lightning_zero.errors import DivergenceError
-from lightning_zero.extensions.watch import _Stacks, _stuck, current_watch, watch_ranks
+from lightning_zero.extensions.watch import _LINKS, _Line, _Stacks, _stuck, current_watch, watch_ranks
 from tests.helpers.waiting import until
 from tests.helpers.world import run_world
 
@@ -290,6 +293,24 @@ def test_looking_at_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines == [dist.distributed_c10d.__file__]
     assert not collected
     assert gc.isenabled()
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("runs", [False, True])
+def test_a_thread_that_has_work_to_do_waits_for_nobody(runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine it may stand where it has waited, after what it waited for has come."""
+    computes = partial(hashlib.pbkdf2_hmac, "sha256", b"", b"", 10_000_000)  # without Python's lock
+    thread = threading.Thread(target=computes if runs else partial(select.poll().poll, 2000), daemon=True)
+    thread.start()
+    assert thread.ident is not None
+    stacks, here = _Stacks(thread.ident), {threading.get_ident(): list[_Line]()}
+    monkeypatch.setattr(stacks, "written", lambda: {thread.ident: [_Line(_LINKS, 1, "receive")], **here})
+    monkeypatch.setattr(stacks, "_noted", lambda lines: "a wait")
+    found = []
+    for _ in range(20):
+        time.sleep(0.05)
+        found.append(stacks.wait())
+    assert found == [None if runs else "a wait"] * 20
 
 
 @pytest.mark.timing
