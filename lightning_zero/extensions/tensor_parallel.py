@@ -66,6 +66,7 @@ __all__ = [
     "make_mesh",
     "mesh_sizes",
     "plan_alone",
+    "take_local",
 ]
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"  # as Lightning's ModelParallelStrategy names them
@@ -265,9 +266,15 @@ def _states(tensor: int, state: Tensor, group: Any = None) -> list[Tensor]:
     return gather_all_tensors(state, group)[::tensor]
 
 
+def take_local(optimizers: Sequence[Optimizer]) -> None:
+    """Put local parameters in the place of DTensors in optimizers that were made before ``localise``. Local."""
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["params"] = [getattr(one, "_local_parameter", one) for one in group["params"]]
+
+
 def adopt(optimizers: Sequence[Optimizer], engine: ZeroEngine) -> None:
-    """Put local parameters in the place of DTensors in optimizers that were made before ``localise``, and have the
-    first step of each compare gradients: see [Note: gradients that must agree].
+    """Have optimizers take local parameters, and compare gradients in the first step of each: see [Note: gradients that
+    must agree].
 
     Raises:
         ValueError: for an optimizer that steps on whole parameters, and has one that is split.
@@ -276,9 +283,8 @@ def adopt(optimizers: Sequence[Optimizer], engine: ZeroEngine) -> None:
     watches = [] if all(map(is_hooked, optimizers)) else _watch(engine.module, outputs)
     if watches:
         _NOTED[engine] = outputs
+    take_local(optimizers)
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["params"] = [getattr(one, "_local_parameter", one) for one in group["params"]]
         members = [one for group in optimizer.param_groups for one in group["params"]]
         split = [owned[one].name for one in members if one in owned and owned[one].spec.is_split]
         if split and optimizer_rule(optimizer) != "elementwise":

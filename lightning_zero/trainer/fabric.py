@@ -31,6 +31,7 @@ from lightning_zero.checkpoint.consolidated import SUMMARY_KEY
 from lightning_zero.config import SessionSettings, StageLike, TimeoutLike
 from lightning_zero.errors import ParameterAccessError
 from lightning_zero.optim.gradients import clip_by_norm
+from lightning_zero.registry import extension
 from lightning_zero.session.session import ZeroSession
 from lightning_zero.session.state import left_out_of
 from lightning_zero.trainer.precision import precision_property
@@ -188,6 +189,14 @@ class ZeroFabricStrategy(Processes, ParallelStrategy, _BackwardSyncControl):
 
     def module_to_device(self, module: nn.Module) -> None:
         """Nothing: what is sharded gets to the device part by part. Move other modules by ``.to(fabric.device)``."""
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
+        """Shard a module and its optimizers, which may hold its DTensors until now. Collective: every rank."""
+        if self._device_mesh is not None and self._module is None:
+            self._begin_session()
+            self._localise(module)
+            extension("tensor_parallel").take_local(optimizers)
+        return super().setup_module_and_optimizers(module, optimizers, scheduler)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard the module; ``ValueError`` for a second one. Collective: every rank."""
