@@ -158,9 +158,8 @@ def _register(name: str, description: str, stage: Any, default: Offload | None =
     for registry, strategy in ((StrategyRegistry, ZeroStrategy), (STRATEGY_REGISTRY, ZeroFabricStrategy)):
         if name not in registry:
             registry.register(name, strategy, description=description, stage=stage, offload=default)
-            for earlier in {name.replace("zero", "zero_"), name.replace("zero", "zero-"), name.replace("_", "-")} - {
-                name
-            }:
+            spellings = {name.replace("zero", "zero_"), name.replace("zero", "zero-"), name.replace("_", "-")}
+            for earlier in spellings - {name}:
                 registry.register(earlier, _renamed, now=name)
 
 

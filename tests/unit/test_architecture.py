@@ -18,7 +18,7 @@ PACKAGE = ROOT / "lightning_zero"
 # ---------------------------------------------------------------------------------------------------------------------
 # Limits. A number here falls as the code does, and is never raised to let something pass.
 
-CORE_LINES = 23_071
+CORE_LINES = 23_070
 CORE_FILES = 84
 # What came to the 9,500 that were planned: tensor parallelism with shared memory between shard groups and activations
 # split by it (1,100), `lightning-zero tune` (852), the doctor (541), 8-bit states (268), a stage that is chosen (263).

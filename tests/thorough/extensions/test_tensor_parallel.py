@@ -144,7 +144,7 @@ def compile_blocks(net: Shaped) -> None:
 
 CHANGES: dict[str, Any] = {
     "tied": tie,
-    "a compiled layer": lambda net: net.body[1].feed.compile(backend="aot_eager", dynamic=False),
+    "a compiled layer": lambda net: net.body[1].feed.compile(backend="aot_eager"),
     "compiled blocks": compile_blocks,
     "compiled": lambda net: net.compile(backend="aot_eager", dynamic=False),
 }

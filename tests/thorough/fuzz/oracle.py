@@ -82,7 +82,10 @@ def _judge_errors(program: Program, stage: int, errors: Sequence[Error | None], 
     if blamed != program.actions or len(blamed) == 1:
         text = f"{blamed[0].action}: {text}"
     actions = [load_vocabulary()[placed.action] for placed in blamed]
-    if len(causes) < len(errors) and not any(action.alone for action in actions):
+    told = error.during is not None and error.during >= 0 and actions[0].alone
+    # What one rank wrote is found where its values are let go, after the action.
+    told = told or (error.during is None and error.type == "ParameterAccessError" and any(a.alone for a in actions))
+    if len(causes) < len(errors) and not told:
         return Verdict("one rank only", text)
     last = any(placed.hook == "on_train_end" for placed in program.actions)  # then nothing follows that could notice
     if error.during == -1 and not (last and error.type == "DivergenceError"):
